@@ -1,7 +1,7 @@
-"""What a cache will take, from a model's configuration alone: no weights are loaded and nothing runs.
+"""Estimates of cache size from a model's configuration alone, without loading weights.
 
-Counts are those of the stores: whole pages, window, page table, free list, counters. What a forward needs beside the
-cache, activations above all, is not in them.
+The counts include everything a store holds: whole pages, window, page table, free list and counters. They exclude what
+a forward needs besides the cache, mainly activations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .config.head_groups import head_groups
 from .pages import PageLayout
 
 INT = 4
-# float32 thresholds and int32 counts of two levels, per layer, request and head
+# float32 thresholds and int32 counts of two levels, for each layer, request and head
 ROW_BYTES = 4 * INT
 FP8_BYTES = 1
 MOST_PLANNED = 1 << 30
@@ -32,13 +32,14 @@ MOST_PLANNED = 1 << 30
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches.
+    """Shape of one layer's cache.
 
     Attributes:
-        num_key_value_heads, key_dim, value_dim: of its keys and values; 0 heads where it caches none.
-        window: tokens it keeps at most; None keeps all.
+        num_key_value_heads: number of KV heads; 0 if the layer caches no keys and values.
+        key_dim, value_dim: elements of a key and of a value.
+        window: maximum number of tokens the layer keeps; None keeps all.
         compressed: whether DiffKV compresses it.
-        fixed_bytes: of a state whose size does not depend on the tokens.
+        fixed_bytes: bytes of a state whose size does not depend on the number of tokens.
     """
 
     num_key_value_heads: int
@@ -49,19 +50,20 @@ class LayerShape:
     fixed_bytes: int = 0
 
     def dense_bytes(self, tokens: int, element_bytes: int) -> int:
-        """Bytes of one request, uncompressed."""
+        """Returns the uncompressed bytes of one request with `tokens` tokens."""
         kept = tokens if self.window is None else min(tokens, self.window)
         return self.num_key_value_heads * kept * (self.key_dim + self.value_dim) * element_bytes + self.fixed_bytes
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of a model without its weights.
+    """Shape of a model, known without its weights.
 
     Attributes:
-        dtype: of keys and values.
-        weight_bytes: of the weights, None where they cannot be told.
-        limit: tokens the model takes, None where its configuration does not say.
+        layers: shape of each layer.
+        dtype: dtype of keys and values.
+        weight_bytes: bytes of the weights; None if unknown.
+        limit: maximum number of tokens; None if the configuration does not say.
     """
 
     layers: tuple[LayerShape, ...]
@@ -71,14 +73,15 @@ class ModelShape:
 
     @classmethod
     def of(cls, model_config: Any, name: str, dtype: torch.dtype | None = None) -> ModelShape:
-        """Reads a configuration.
+        """Reads a model's configuration.
 
         Args:
-            name: the folder or Hub id it came from, where the size of the weights is looked up.
-            dtype: of the model; None takes the one it was saved in.
+            model_config: Transformers configuration of the model.
+            name: folder or Hub id of the model, where the size of the weights is looked up.
+            dtype: dtype of the model; None takes the one it was saved in.
 
         Raises:
-            UnsupportedModelError: a model `DiffKVCache` cannot work with.
+            UnsupportedModelError: `DiffKVCache` does not support the model.
         """
         check_model_config(model_config)
         text_config = model_config.get_text_config(decoder=True)
@@ -86,7 +89,7 @@ class ModelShape:
         dtype = saved if dtype is None else dtype
         model = without_weights(model_config, dtype)
         layers = _shapes_by_running(model, text_config) or _shapes_by_name(text_config)
-        # the files are in the dtype they were saved in
+        # the size of the files holds for the saved dtype only
         stored = stored_weight_bytes(name) if dtype == saved else None
         counted = None if model is None else sum(p.numel() * p.element_size() for p in model.parameters())
         limit = getattr(text_config, "max_position_embeddings", None)
@@ -94,23 +97,31 @@ class ModelShape:
 
     @property
     def num_compressed(self) -> int:
-        """How many layers DiffKV compresses."""
+        """Number of layers that DiffKV compresses."""
         return sum(layer.compressed for layer in self.layers)
 
     def dense_bytes(self, tokens: int, element_bytes: int | None = None) -> int:
-        """Bytes of an uncompressed cache of one request; `element_bytes` None takes the model's dtype."""
+        """Returns the bytes of an uncompressed cache of one request.
+
+        Args:
+            tokens: number of tokens.
+            element_bytes: bytes per element; None takes the model's dtype.
+        """
         size = self.dtype.itemsize if element_bytes is None else element_bytes
         return sum(layer.dense_bytes(tokens, size) for layer in self.layers)
 
     def diffkv_bytes(self, tokens: int, config: DiffKVConfig, high_share: float) -> int:
-        """Bytes of a `DiffKVCache` of one request.
+        """Returns the bytes of a `DiffKVCache` of one request.
 
         Args:
-            high_share: part of the tokens outside the window that are at the high level; the others are at the low one.
-                Where no token is chosen, a head has all of them at one.
+            tokens: number of tokens.
+            config: configuration of the cache.
+            high_share: share of the tokens outside the window that are at the high level; the others are at the low
+                level. Ignored without token selection, where each head stores all tokens at one level.
 
         Raises:
-            ValueError: a precision that does not fit the heads, or precisions for another number of layers or heads.
+            ValueError: a precision does not fit the heads, or `head_precisions` are for another number of layers or
+                heads.
         """
         size = self.dtype.itemsize
         compressed = [layer for layer in self.layers if layer.compressed]
@@ -124,27 +135,31 @@ class ModelShape:
 
 
 def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:
-    """The largest number up to `most` for which `fits` holds, 0 where it never does. It must hold for all below."""
+    """Returns the largest number up to `most` for which `fits` holds, 0 if there is none. `fits` must be monotonic."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def without_weights(model_config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The model on the device `meta`, which holds no numbers; None where it cannot be made.
+    """Builds the model without weights, on the device `meta`.
 
     Args:
-        dtype: None takes the one it was saved in.
+        model_config: Transformers configuration of the model.
+        dtype: dtype of the model; None takes the one it was saved in.
+
+    Returns:
+        The model; None if it cannot be built.
     """
     try:
         with torch.device("meta"):
-            # which notes its dtype in the configuration
+            # copied, because `from_config` writes the dtype into the configuration
             return AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype).eval()
     except Exception:
-        # code from the Hub, or layers that compute while they are made
+        # remote code, or layers that compute during construction
         return None
 
 
 def stored_weight_bytes(name: str) -> int | None:
-    """Bytes of the safetensors files of a folder, or of a repository of the Hub; None where that cannot be told."""
+    """Returns the total bytes of the safetensors files in a folder or Hub repository; None if unknown."""
     folder = Path(name)
     if folder.is_dir():
         return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
@@ -153,7 +168,7 @@ def stored_weight_bytes(name: str) -> int | None:
     try:
         files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
     except Exception:
-        # offline, or no such repository: the size is then counted from the configuration
+        # offline, or no such repository: the caller counts the parameters instead
         return None
     return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors")) or None
 
@@ -164,7 +179,7 @@ def _head_bytes(
     layout = PageLayout.of(config, layer.key_dim, layer.value_dim, element_bytes, limit)
     stored = max(0, tokens - config.window - config.sinks)
     high = min(stored, -int(-stored * high_share // 1))
-    # one more page than is full is kept ready for the tokens to come
+    # one extra page is kept ready for the next tokens
     pages = -(-high // layout.high.capacity) + -(-(stored - high) // layout.low.capacity) + 1
     width = -(-stored // min(layout.high.capacity, layout.low.capacity)) + 2
     slots = config.sinks + config.window + 1
@@ -175,7 +190,7 @@ def _head_bytes(
 
 @torch.no_grad()
 def _shapes_by_running(model: Any, text_config: Any) -> list[LayerShape] | None:
-    """What the layers cache of one token, seen on the device `meta`; None for models that look at numbers."""
+    """Finds the layers' shapes by running one token on the device `meta`; None if the model cannot run there."""
     if model is None:
         return None
     cache = DynamicCache(config=text_config)
@@ -198,7 +213,7 @@ def _shapes_by_running(model: Any, text_config: Any) -> list[LayerShape] | None:
 
 
 def _shapes_by_name(text_config: Any) -> list[LayerShape]:
-    """The same from the names that configurations have in common; states of linear layers are not counted."""
+    """Finds the layers' shapes from common configuration entries; states of linear layers are not counted."""
     attention_heads = text_config.num_attention_heads
     heads = getattr(text_config, "num_key_value_heads", None) or attention_heads
     dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // attention_heads

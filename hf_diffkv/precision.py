@@ -1,4 +1,4 @@
-"""How precisely a stored token is kept."""
+"""Precision of stored tokens: bits and quantisation groups of keys and values."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# with native/precision.h all that knows which precisions there are; `fields` of pages/layout.py is how they are packed
+# supported precisions are listed only here and in native/precision.h; `fields` of pages/layout.py defines the packing
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 CODE_BITS = tuple(bits for bits in SUPPORTED_BITS if bits < 16)
-# bits of keys and values, then groups of both
+# bits of keys and values, then their groups
 PRECISION_NAME = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
 
 
 def is_integer(value: Any) -> bool:
-    """Also of NumPy, where numbers often come from."""
+    """Returns whether `value` is an integer, NumPy integers included and booleans excluded."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bits of keys and values and the quantisation groups of each token.
+    """Bits of keys and values, and number of quantisation groups per token.
 
     Args:
-        k_bits: bits per key element, one of `SUPPORTED_BITS` (16 keeps the model's own dtype).
-        v_bits: bits per value element, likewise.
-        k_groups: equal groups of `head_dim` with their own scale and zero point, for keys.
-        v_groups: the same for values.
+        k_bits: bits per key element, one of `SUPPORTED_BITS`; 16 keeps the model's dtype.
+        v_bits: bits per value element, one of `SUPPORTED_BITS`; 16 keeps the model's dtype.
+        k_groups: number of equal groups of a key's elements, each with its own scale and zero point.
+        v_groups: number of equal groups of a value's elements, each with its own scale and zero point.
 
     Raises:
-        ValueError: bits that are not supported or groups below 1.
+        ValueError: the number of bits is not supported, or the number of groups is below 1.
     """
 
     k_bits: int
@@ -49,15 +49,15 @@ class Precision:
             if not is_integer(groups) or groups < 1:
                 raise ValueError(f"Precision.{name}={groups!r} must be an integer of at least 1.")
         for name in ("k_bits", "v_bits", "k_groups", "v_groups"):
-            # plain numbers, which JSON knows
+            # plain Python integers, which JSON can store
             object.__setattr__(self, name, int(getattr(self, name)))
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """Reads a name as `name` gives it, with groups where there are more than one: `K8V4`, `K4V2g2/4`.
+        """Parses a `full_name`, such as `K8V4`, or `K4V2g2/4` with several groups.
 
         Raises:
-            ValueError: not such a name, or bits that are not supported.
+            ValueError: the text is not the name of a precision, or its number of bits is not supported.
         """
         match = PRECISION_NAME.fullmatch(text)
         if match is None:
@@ -66,21 +66,25 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """The papers' name of the precision, for example `K8V4`."""
+        """Name of the precision in the papers, for example `K8V4`."""
         return f"K{self.k_bits}V{self.v_bits}"
 
     @property
     def full_name(self) -> str:
-        """`name`, with groups where there are more than one: what `parse` reads."""
+        """Name that `parse` reads: `name`, followed by the groups if there is more than one."""
         groups = "" if self.k_groups == self.v_groups == 1 else f"g{self.k_groups}/{self.v_groups}"
         return self.name + groups
 
 
 def as_precision(name: str, value: Any) -> Precision:
-    """A precision in any form a user may give it: itself, its name, a dict of its fields, or a list of them.
+    """Converts any form in which users may write a precision.
+
+    Args:
+        name: name of the option, for error messages.
+        value: a `Precision`, its name, a dict of its fields, or a list or tuple of them.
 
     Raises:
-        ValueError: none of these; the message says so of `name`.
+        ValueError: `value` is none of these; the message contains `name`.
     """
     if isinstance(value, Precision):
         return value

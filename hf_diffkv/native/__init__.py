@@ -1,1 +1,1 @@
-"""Native code for CPUs: plain C++ behind a C interface, called through ctypes (`library.py`)."""
+"""Native code for CPUs: C++ with a C interface, called through ctypes (`library.py`)."""

@@ -1,4 +1,4 @@
-// What Python hands over: plain structs that library.py fills from PageLayout and tensors, field for field.
+// Arguments from Python: plain structs that library.py mirrors field for field and fills from PageLayout and tensors.
 #pragma once
 #include <stdint.h>
 
@@ -11,7 +11,7 @@ constexpr int MAX_DIM = 512;
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum Status : int64_t { OK = 0, BAD_PAGE = 1, BAD_COUNT = 2, NO_MEMORY = 3 };
 
-// Keys or values of one tier; offsets, rows and the metadata of a group in bytes (pages/layout.py).
+// Keys or values of one tier; offsets, rows and a group's metadata are in bytes (pages/layout.py).
 struct Side {
   int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes;
 };
@@ -19,7 +19,7 @@ struct Side {
 struct Tier {
   Side key, value;
   int32_t capacity, score_offset, position_offset;
-  int32_t score_bytes, position_bytes;  // 0 where pages have neither: no token is chosen by what it received
+  int32_t score_bytes, position_bytes;  // 0 if pages have neither, without token selection
 };
 
 struct Format {
@@ -28,7 +28,7 @@ struct Format {
   Tier tier[MAX_TIERS];
 };
 
-// Page table [rows, width] and the counts [rows] of each tier.
+// Page table [rows, width] and counts [rows] of each tier.
 struct Rows {
   uint8_t* pages;
   int64_t page_count;
@@ -37,15 +37,16 @@ struct Rows {
   int64_t width;
 };
 
-// One new token per request: appended where `key` is there, attended from where `query` is. Strides in elements. What is
-// stored is rotated where `rotate` is set, keys less `key_offset`; query, key, value and output are the model's.
+// Decode step with one new token per request: appended if `key` is set, attended from if `query` is set. Strides are in
+// elements. With `rotate`, stored tokens are rotated and `key_offset` is subtracted from keys. Query, key, value and
+// output are in the model's form.
 struct Step {
   Format format;
   Rows rows;                        // row = request * heads + head
   void *window_key, *window_value;  // [rows, slots, dim]
   float* window_score;              // [rows, slots]
   int64_t *window_start, *length;   // [batch]
-  const int64_t* sink_end;          // [batch] or null: tokens below it stand in the first sink_slots slots
+  const int64_t* sink_end;          // [batch] or null: tokens below it are in the first sink_slots slots
   int64_t batch, heads, group, slots, sink_slots;
   const void *key, *value;
   int64_t key_batch, key_head, value_batch, value_head;
@@ -56,14 +57,14 @@ struct Step {
   int64_t query_batch, query_head;
   void* output;        // [batch, heads * group, value_dim]
   const float* sinks;  // [heads * group] or null
-  float* received;     // [rows, received_stride] or null: what tokens received, joined over several layers
+  float* received;     // [rows, received_stride] or null: received attention, joined over several layers
   int64_t received_stride;
   float limit, scaling, softcap;  // softcap 0: none
   int32_t fold, hold, exact, threads, rotate;
 };
 
-// A round of compaction: the candidate of row r stands in its window's slot sink_slots + position % (slots -
-// sink_slots). `position`, `length` and `leaving` have an entry for `heads` rows each.
+// One compaction: the candidate of row r is in slot sink_slots + position % (slots - sink_slots) of its window.
+// `position`, `length` and `leaving` have one entry for every `heads` rows.
 struct Compaction {
   Format format;
   Rows rows;
@@ -71,14 +72,14 @@ struct Compaction {
   const void *key, *value;  // [rows, slots, dim]
   const float* score;       // [rows, slots]
   const int64_t *position, *length;
-  const uint8_t* leaving;                          // null: where length - position > window
-  // [rows]; where pages have no scores only the first: candidates are high where it is 0, low elsewhere
+  const uint8_t* leaving;                          // null: leaves if length - position > window
+  // [rows]; without scores only the first is set: candidates are high where it is 0, otherwise low
   const float *high_threshold, *low_threshold;
   int32_t* ring;
   int64_t* state;    // free list: start, free, capacity
   int32_t* flag;
-  int64_t* advance;  // counted up where a candidate left, or null
-  // bfloat16 [model layers, model_heads, key dim, key dim] that keys are rounded by, or null; row r has that of layer
+  int64_t* advance;  // incremented where a candidate left, or null
+  // matrices by which keys are rounded, bfloat16 [model layers, model_heads, key dim, key dim], or null; row r uses
   // layer[r / layer_rows] and head[r % heads]
   const void* feedback;
   const int64_t *layer, *head;
@@ -98,26 +99,26 @@ struct Transfer {
   int32_t source, threads;
 };
 
-// Keys [count, side.dim] of `source`, to be stored as `side` says, rounded for the queries of their rows.
+// Rounding of keys [count, side.dim] of `source` for the queries of their rows, before they are stored as `side`.
 struct Rounding {
   Side side;
   const void* key;
   const int64_t* row;
-  const float* feedback;  // [rows, dim, dim], of which what is right of the diagonal is read
+  const float* feedback;  // [rows, dim, dim]; only entries right of the diagonal are read
   float* rounded;         // [count, dim]
   int64_t count, key_stride, rows;
   int32_t source, threads;
 };
 
-// [batch, heads, tokens, dim], each token's numbers together; strides in elements.
+// Tensor [batch, heads, tokens, dim] with contiguous tokens; strides are in elements.
 struct Strided {
   const void* data;
   int64_t batch, head, token;
 };
 
-// Many new tokens per request, over what is stored, `before` exact tokens and themselves.
+// Attention from many new tokens per request to stored tokens, `before` exact tokens and themselves.
 struct Prompt {
-  const Step* stored;  // format, rows and window of what is stored, or null
+  const Step* stored;  // format, rows and window of the stored tokens, or null
   int64_t batch, heads, group, length, before, stored_tokens, key_dim, value_dim;
   Strided query, key, value, past_key, past_value;  // of `dtype`
   const uint8_t* past_valid;                        // [batch, heads, before]
@@ -126,13 +127,13 @@ struct Prompt {
   int64_t mask_batch;
   const float* sinks;  // [heads * group] or null
   void* output;        // [batch, length, heads * group, value_dim], zeros
-  float* received;     // [batch * heads, stored_tokens + before + length], zeros; null where nobody wants it
-  int64_t observed;    // how many of a request's last queries give significance
+  float* received;     // [batch * heads, stored_tokens + before + length], zeros; null if not needed
+  int64_t observed;    // number of a request's last queries that give significance
   float scaling, softcap;
   int32_t dtype, threads;
 };
 
-// What every instruction set implements.
+// Functions that every instruction set implements.
 struct Kernels {
   int64_t (*step)(const Step&);
   int64_t (*compact)(const Compaction&);
@@ -146,7 +147,7 @@ extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_
 
 // threads.cpp
 void parallel(int64_t tasks, int threads, void (*run)(void* context, int64_t task), void* context);
-// Memory of the calling thread, 64-byte aligned, valid until its next call of the same kind; null where there is none.
+// Memory of the calling thread, 64-byte aligned, valid until its next call of the same function; null if out of memory.
 void* call_scratch(int64_t bytes);
 void* worker_scratch(int64_t bytes);
 

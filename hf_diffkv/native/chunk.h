@@ -1,4 +1,4 @@
-// Attention of one request's heads to some consecutive pieces of a row: logits, softmax relative to the largest of them,
+// Attention of a group's query heads to consecutive pieces of a row: logits, softmax relative to the largest logit, and
 // weighted values. With key = scale * code + zero, logit = scale * (query . code) + zero * sum(query); values likewise.
 #pragma once
 #include "rotation.h"
@@ -7,13 +7,13 @@
 namespace diffkv {
 namespace {
 
-// A share of a row; its results stay in memory until all shares of the row are there.
+// Part of a row; its results stay in memory until all chunks of the row are complete.
 struct Chunk {
   int64_t row, first, pieces;  // its pieces
   int64_t offset, tokens;      // its tokens among those of the row
   int64_t first_chunk, chunks; // all chunks of the row
-  // [group, stride()], [group], [group], [group, padded value dim]; without scores nobody asks for weights later, and they
-  // stand in a thread's buffer
+  // [group, stride()], [group], [group], [group, padded value dim]; without scores the weights are not needed later and
+  // are kept in a thread's buffer
   float *weights, *peak, *total, *output;
 
   int64_t stride() const { return round_up(tokens, 16) + 16; }
@@ -31,7 +31,7 @@ struct Work {
   GroupDigits groups;
 #endif
 
-  // Lays the buffers out from `memory` on, or only counts their bytes where that is null.
+  // Lays out the buffers from `memory` on, or only counts their bytes if it is null.
   int64_t place(uint8_t* memory, const Step& step, int64_t pieces_at_most, int64_t tokens_at_most) {
     const int64_t group = step.group, key = padded(step.format.tier[0].key.dim);
     const int64_t value = padded(step.format.tier[0].value.dim), widest = larger(key, value);
@@ -99,14 +99,14 @@ inline void load_query(const Step& step, int64_t row, Work& work) {
 #endif
 }
 
-// The query that enters products with codes, and so the sum that their zero points take.
+// Sum of the query that is multiplied with codes, by which their zero points are multiplied.
 inline float sum_of_digits(const Work& work, int64_t stride, int64_t head) {
   int64_t sum = 0;
   for (int64_t d = head * stride; d < (head + 1) * stride; d++) sum += 128 * work.query_upper[d] + work.query_lower[d];
   return float(sum) * work.query_factor[head];
 }
 
-// Products of all heads with the keys of a run of pieces of one tier, to `out` [group, stride].
+// Multiplies all heads with the keys of a run of pieces of one tier, into `out` [group, stride].
 inline void key_products(const Step& step, Work& work, const Piece* begin, const Piece* end, float* out,
                          int64_t stride) {
   const Side& side = begin->tier->key;
@@ -123,7 +123,7 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
       case CODES: {
         const uint8_t* codes = work.codes;
         if (side.row == padding) {
-          // codes of whole bytes in rows of whole vectors need not be unpacked
+          // one-byte codes in rows of whole vectors need no unpacking
           codes = cursor.piece->key;
           count = cursor.piece->count;
           cursor.fetch_ahead(false);
@@ -159,7 +159,7 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
   }
 }
 
-// Adds values of a run weighted with `weight` [group, stride] to `output` and, as codes of quads, to work.quads.
+// Adds the values of a run, weighted by `weight` [group, stride], to `output` and, as codes in quads, to work.quads.
 inline void value_sums(const Step& step, Work& work, const Piece* begin, const Piece* end, const float* weight,
                        int64_t stride, float* output) {
   const Side& side = begin->tier->value;
@@ -177,7 +177,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
             int8_t *upper = work.weight_upper + h * STAGED_CODES, *lower = work.weight_lower + h * STAGED_CODES;
             float lost;
             work.weight_factor[h] = weight_digits(weight + h * stride, count, upper, lower, lost);
-            // lost is only what codes differ from their middle, as the zero points have their whole weights
+            // only the codes' distance from their middle is lost, because the zero points have their full weights
             const Floats middle = splat(lost * 0.5f * levels_of(side.bits));
             for (int64_t d = 0; d < padding; d += WIDTH) {
               float* to = output + h * padding + d;
@@ -208,7 +208,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
   }
 }
 
-// Scales and zero points of one side of all tokens; 1 and 0 where rows are not codes.
+// Reads scales and zero points of one side of all tokens; 1 and 0 for rows without codes.
 inline void read_factors(const Piece* begin, const Piece* end, bool values, float* scale, float* zero) {
   for (const Piece* piece = begin; piece != end; piece++) {
     const Side& side = piece->side(values);
@@ -235,7 +235,7 @@ inline void each_run(const Piece* begin, const Piece* end, Call call) {
   }
 }
 
-// Turns products of one head into weights relative to the largest; returns its logit and the weights' sum.
+// Turns products of one head into weights relative to the largest logit, `peak`; `total` is the weights' sum.
 inline void soften(const Step& step, const Work& work, float query_sum, int64_t tokens, float* logits, float& peak,
                    float& total) {
   const Floats sum_of_query = splat(query_sum), cap = splat(step.softcap * LOG2_E);
@@ -281,7 +281,7 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
   each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
     key_products(step, work, first, last, chunk.weights + offset, stride);
   });
-  // what follows the last token takes part in vectors and is dropped
+  // entries after the last token take part in vectors and are dropped
   float* const factors[] = {work.key_scale, work.key_zero, work.value_scale, work.value_zero};
   for (float* part : factors)
     for (int64_t t = chunk.tokens; t < stride; t++) part[t] = 0;

@@ -1,5 +1,5 @@
-// One round of Algorithm 1 (DiffKV, section 4.3) for all rows: what becomes of each is planned, then pages are given out
-// in the order of rows, then tokens move. Decisions are those of ops/compact/reference.py.
+// One compaction of all rows by Algorithm 1 (DiffKV, section 4.3): plans each row, then gives out pages in row order,
+// then moves tokens. Decisions are those of ops/compact/reference.py.
 #pragma once
 #include "rounding.h"
 
@@ -9,10 +9,10 @@ namespace {
 constexpr int LOW = 1, MIN_ROWS = 4;
 constexpr int32_t FEW_PAGES = 1, FULL_ROW = 2;
 
-// What happens to a row's candidate and to its victim.
+// Decision on a row's candidate and its victim.
 struct Plan {
   bool to_high, to_low, displaces, demotes;
-  int64_t victim;  // token that the candidate takes the place of, where it displaces one
+  int64_t victim;  // token whose place the candidate takes, if it displaces one
 };
 
 inline bool leaves(const Compaction& round, int64_t request) {
@@ -20,7 +20,7 @@ inline bool leaves(const Compaction& round, int64_t request) {
   return round.length[request] - round.position[request] > round.window;
 }
 
-// Index of the least significant token of a row's tier, of several the oldest, and its mean; +inf for none.
+// Returns the index of the least significant token of a row's tier, and its mean, +inf for none; ties go to the oldest.
 inline int64_t least_significant(const Compaction& round, int64_t row, int tier_index, float& mean) {
   const Tier& tier = round.format.tier[tier_index];
   const int64_t count = round.rows.count[tier_index][row];
@@ -79,7 +79,7 @@ inline bool needs_page(const Compaction& round, const Plan& plan, int64_t row, i
   return grows(plan, tier) && round.rows.count[tier][row] % round.format.tier[tier].capacity == 0;
 }
 
-// Gives pages to the rows that need one, or says in the flag why it cannot.
+// Gives pages to the rows that need one, or sets the reason why it cannot in the flag.
 inline bool give_pages(const Compaction& round, const Plan* plans) {
   int64_t needed = 0;
   bool full = false;
@@ -115,7 +115,7 @@ inline uint8_t* place(const Compaction& round, int64_t row, int tier, int64_t in
   return page_at(round.format, round.rows, row, tier, index / capacity);
 }
 
-// What keys of a row are rounded by.
+// Feedback by which a row's keys are rounded.
 inline Feedback feedback_of(const Compaction& round, int64_t row) {
   if (!round.feedback) return {nullptr, BFLOAT16, 0};
   const int64_t dim = round.format.tier[HIGH].key.dim;

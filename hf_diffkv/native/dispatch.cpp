@@ -1,4 +1,4 @@
-// The C interface, and which instruction set runs: the best one that was compiled and that the processor has.
+// The C interface, and the choice of the instruction set: the best one that was compiled and that the processor has.
 #include <string.h>
 
 #include <initializer_list>
@@ -25,7 +25,7 @@ bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
-// The best choice, or the one of a name; null where it is not there.
+// Returns the best choice, or the one called `name`; null if it is not available.
 const Choice* find(const char* name) {
   static const Choice all[] = {
 #ifdef DIFFKV_AVX512BF16
@@ -59,17 +59,17 @@ using namespace diffkv;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Bytes of the structs and the version in one number: a library of another build of the package is not used.
+// Sizes of the structs and the version in one number, so that a library of another build of the package is not used.
 EXPORT int64_t diffkv_abi() {
   int64_t number = ABI_VERSION;
   for (size_t bytes : {sizeof(Step), sizeof(Compaction), sizeof(Transfer), sizeof(Prompt), sizeof(Rounding)})
     number = number * 31 + int64_t(bytes);
   return number;
 }
-// A bit for each number of bits that codes may have.
+// Bit mask of the supported numbers of bits of a code.
 EXPORT int64_t diffkv_code_bits() { return CODE_BITS; }
 EXPORT const char* diffkv_instructions() { return selected()->name; }
-// 0 where the library or the processor lacks them; null chooses the best.
+// Returns 0 if the library or the processor lacks the instruction set; null chooses the best.
 EXPORT int64_t diffkv_select(const char* name) {
   const Choice* choice = find(name);
   if (choice) selected() = choice;

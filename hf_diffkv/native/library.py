@@ -1,5 +1,4 @@
-"""The native library: the structs of `abi.h`, field for field (what they are is said there), how it is loaded where it
-was built, and calls of it."""
+"""Binding of the native library: loads it, calls it, and mirrors the structs of `abi.h`, where they are documented."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 def _fields(**kinds: str) -> list[tuple[str, type]]:
-    """Fields by type, each a string of names, in the order given."""
+    """Returns ctypes fields in the given order: each keyword is a type, its value a string of names."""
     types = {"pointer": _pointer, "int": _int, "long": _long, "float": _float}
     return [(name, types[kind.rstrip("0123456789")]) for kind, names in kinds.items() for name in names.split()]
 
@@ -59,7 +58,7 @@ class Rows(ctypes.Structure):
 
 
 class StepBlock(ctypes.Structure):
-    """One new token per request: `Step` in abi.h."""
+    """Decode step with one new token per request; `Step` in abi.h."""
 
     _fields_ = [
         ("format", Format),
@@ -133,7 +132,7 @@ class Prompt(ctypes.Structure):
 
 
 def abi() -> int:
-    """What `diffkv_abi` returns of a library built from these structs."""
+    """Returns the number that `diffkv_abi` of a matching library returns."""
     number = ABI_VERSION
     for struct in (StepBlock, Compaction, Transfer, Prompt, Rounding):
         number = number * 31 + ctypes.sizeof(struct)
@@ -142,18 +141,18 @@ def abi() -> int:
 
 @cache
 def format_of(layout: PageLayout, dtype: torch.dtype) -> Format:
-    """The format of pages that hold keys and values of `dtype`; blocks take copies of it."""
+    """Returns the format of pages that hold keys and values of `dtype`; argument blocks copy it."""
     tiers = (layout.high, layout.low)
     return Format(layout.page_bytes, DTYPES[dtype], len(tiers), (Tier * MAX_TIERS)(*map(_tier, tiers)))
 
 
 def format_of_tier(tier: TierLayout, dtype: torch.dtype) -> Format:
-    """The same where only tokens of one tier are looked at."""
+    """Returns the page format for calls that access one tier only."""
     return Format(tier.page_bytes, DTYPES[dtype], 1, (Tier * MAX_TIERS)(_tier(tier)))
 
 
 def side_of(tier: TierLayout, name: str) -> Side:
-    """The part of a tier that is its "key" or "value"."""
+    """Returns the part of a tier for keys or values; `name` is "key" or "value"."""
     numbers = (f"{name[0]}_bits", f"{name[0]}_groups", f"{name}_dim", f"{name}_row")
     numbers += (f"{name}_offset", f"{name}_metadata_offset", f"{name}_metadata")
     return Side(*(getattr(tier, number) for number in numbers))
@@ -165,9 +164,10 @@ def _tier(tier: TierLayout) -> Tier:
 
 
 def step_block(rows: LayerRows) -> StepBlock:
-    """What native code needs to know of a layer's rows.
+    """Creates the argument block of a layer's rows for native code.
 
-    It holds while the tensors stay where they are, but for the pages, which move when their pool grows.
+    The block stays valid while the tensors stay in place. The address of the pages, which move when their pool grows,
+    must be updated.
     """
     block = StepBlock(format=format_of(rows.layout, rows.dtype), batch=rows.batch, heads=rows.heads, slots=rows.slots)
     set_rows(block, rows)
@@ -179,7 +179,7 @@ def step_block(rows: LayerRows) -> StepBlock:
 
 
 def set_rows(block: StepBlock | Compaction, rows: LayerRows) -> None:
-    """Says where pages, table and counts are."""
+    """Sets the addresses of pages, page table and counts."""
     pages = rows.pages
     block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
     block.rows.table, block.rows.width = address(rows.page_table), rows.width
@@ -187,12 +187,12 @@ def set_rows(block: StepBlock | Compaction, rows: LayerRows) -> None:
 
 
 class CorruptMemoryError(RuntimeError):
-    """Page table or counts that cannot be; nothing was read from there, and nothing has changed."""
+    """Raised for an impossible page table entry or count; nothing was read through it, and nothing has changed."""
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library; None where there is none for this build of the package, which is logged once."""
+    """Loads the library; returns None if there is none for this build of the package, and logs that once."""
     reason = "was not built, as the package was installed without a C++ compiler"
     if PATH.is_file():
         try:
@@ -221,24 +221,24 @@ def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def fits(dtype: torch.dtype, *tiers: TierLayout) -> bool:
-    """Whether there is native code for keys and values of `dtype`, stored as `tiers` say."""
+    """Returns whether native code supports keys and values of `dtype` in pages of `tiers`."""
     if dtype not in DTYPES or any(max(tier.key_dim, tier.value_dim) > MAX_DIM for tier in tiers):
         return False
     return library() is not None
 
 
 def instructions() -> str | None:
-    """The instruction set that runs; None without a library."""
+    """Returns the instruction set in use; None without a library."""
     found = library()
     return None if found is None else found.diffkv_instructions().decode()
 
 
 @contextmanager
 def use_instructions(name: str) -> Iterator[None]:
-    """Runs native code with one of `INSTRUCTIONS` within the block, for tests and comparisons.
+    """Runs native code with one of `INSTRUCTIONS` inside the `with` block, for tests and comparisons.
 
     Raises:
-        ValueError: this processor, or the compiler that built the library, does not have them.
+        ValueError: this processor, or the compiler that built the library, does not support them.
     """
     found, previous = library(), instructions()
     if found is None or not found.diffkv_select(name.encode()):
@@ -250,17 +250,17 @@ def use_instructions(name: str) -> Iterator[None]:
 
 
 def call(name: str, block: ctypes.Structure) -> None:
-    """Calls `diffkv_<name>`.
+    """Calls the library's function `diffkv_<name>`.
 
     Raises:
-        CorruptMemoryError: page table or counts that cannot be.
-        MemoryError: there is no memory for buffers.
+        CorruptMemoryError: a page table entry or a count is impossible.
+        MemoryError: the buffers cannot be allocated.
     """
     check(getattr(library(), f"diffkv_{name}")(ctypes.addressof(block)))
 
 
 def check(status: int) -> None:
-    """Raises what a call's result says, see `call`."""
+    """Raises the error that a call's status stands for, as in `call`."""
     if status == 0:
         return
     if status in _ERRORS:
@@ -272,5 +272,5 @@ def check(status: int) -> None:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's elements are."""
+    """Returns the address of a tensor's elements; None for None."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,6 +1,6 @@
-// Numbers: bfloat16 and float16 to and from float, bit for bit as PyTorch rounds, and vectors of WIDTH floats, by
-// intrinsics where the compiler needs help. In vectors NaN only ever propagates. All functions of these headers are
-// static, as they are compiled once for each instruction set.
+// Numbers: conversion of bfloat16 and float16 to and from float, bit for bit as in PyTorch, and vectors of WIDTH
+// floats, with intrinsics where the compiler needs help. In vectors NaN only propagates. All functions of these headers
+// are static, because they are compiled once for each instruction set.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -21,9 +21,9 @@
 #endif
 #endif
 
-// A function that stays one: as part of a larger one it would find too few registers for what it sums up.
+// Never inlined: within a larger function its accumulators would not fit the registers.
 #define DIFFKV_ALONE __attribute__((noinline))
-// One that must not: compilers drop calls of a function that only fetches ahead, as they have no effect.
+// Always inlined: compilers drop calls of a function that only prefetches, because it has no effect.
 #define DIFFKV_INLINE __attribute__((always_inline)) inline
 
 namespace diffkv {
@@ -47,7 +47,7 @@ inline uint32_t as_bits(float x) {
   return bits;
 }
 
-// Adding it rounds what is small to the nearest integer, halves to the even one.
+// Adding it rounds small numbers to the nearest integer, ties to even.
 constexpr float MAGIC = 12582912.f;
 template <class Number>
 inline Number round_even(Number x) {
@@ -58,7 +58,7 @@ inline float to_float(float x) { return x; }
 inline float to_float(bfloat16 x) { return as_float(uint32_t(x.bits) << 16); }
 inline float to_float(float16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
-  // a product puts the exponent right, of subnormal numbers too
+  // the product corrects the exponent, of subnormal numbers too
   const uint32_t bits = (x.bits & 0x7c00) == 0x7c00 ? rest | 0x7f800000 : as_bits(as_float(rest) * 0x1p112f);
   return as_float(sign | bits);
 }
@@ -84,7 +84,7 @@ inline void from_float(float x, float16& to) {
   to.bits = uint16_t(sign | half);
 }
 
-// Calls with a value of the element type of `dtype`.
+// Calls `call` with a value of the element type of `dtype`.
 template <class Call>
 inline void with_dtype(int32_t dtype, Call call) {
   if (dtype == BFLOAT16) {
@@ -96,14 +96,14 @@ inline void with_dtype(int32_t dtype, Call call) {
   }
 }
 
-// Calls with every task, over threads.
+// Calls `call` with the index of every task, distributed over threads.
 template <class Call>
 inline void each_task(int64_t tasks, int64_t threads, const Call& call) {
   parallel(tasks, int(threads), [](void* context, int64_t task) { (*static_cast<const Call*>(context))(task); },
            const_cast<Call*>(&call));
 }
 
-// Lays arrays out one after the other from `memory` on, or only counts their bytes where that is null.
+// Lays out arrays one after the other from `memory` on, or only counts their bytes if it is null.
 struct Places {
   uint8_t* memory;
   int64_t used;
@@ -211,7 +211,7 @@ inline float smallest(Floats x) {
   return best;
 }
 
-// Sums of BLOCK vectors.
+// Sums each of BLOCK vectors.
 inline void sums(const Floats* a, float* out) {
 #if defined(__AVX512F__)
   __m512 b[8], c[4];
@@ -233,14 +233,14 @@ inline void sums(const Floats* a, float* out) {
 #endif
 }
 
-// 2^x for x up to 126; the relative error is about 1e-7. Below -126 the result is as small as a float gets.
+// 2^x for x up to 126, with a relative error of about 1e-7. Below -126 the result is close to the smallest float.
 inline Floats exp2(Floats x) {
   const Floats magic = splat(MAGIC);
   x = minimum(maximum(x, splat(-126.f)), splat(126.f));
   const Floats shifted = x + magic;
   const Floats part = x - (shifted - magic);
   const Ints whole = (Ints)shifted - (Ints)magic;
-  // fitted to 2^x on [-1/2, 1/2] for the least relative error, 2e-9 before rounding
+  // fitted to 2^x on [-1/2, 1/2] for minimal relative error, 2e-9 before rounding
   Floats p = splat(1.53375768e-4f);
   p = fma(p, part, splat(1.33998604e-3f));
   p = fma(p, part, splat(9.61851953e-3f));

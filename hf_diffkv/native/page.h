@@ -1,4 +1,4 @@
-// Where things stand in a page, and what its metadata, scores and positions look like; nothing else knows.
+// Places within a page, and the format of its metadata, scores and positions; no other header knows them.
 #pragma once
 #include "numbers.h"
 #include "precision.h"
@@ -13,7 +13,7 @@ constexpr uint32_t LARGEST_SCALE = 0x3df;
 
 typedef uint32_t Words __attribute__((vector_size(4 * DIFFKV_WIDTH)));
 
-// What a zero point's 6 bits are multiplied with, beside the scale; all three products are exact.
+// Factor of a zero point's 6 bits besides the scale; all products are exact.
 inline float zero_factor(int bits) { return -levels_of(bits) * (65.f / 4096.f); }
 
 inline float scale_of(uint32_t word) { return as_float((word & 0xffc0) << 12) * 0x1p112f; }
@@ -25,7 +25,7 @@ inline void read_narrow(const uint8_t* from, float factor, float& scale, float& 
   zero = float(word & ZERO_LEVELS) * scale * factor;
 }
 
-// Metadata of a group with the elements [low, high].
+// Metadata of a group with smallest and largest elements `low` and `high`.
 inline uint16_t narrow_metadata(float low, float high, int bits) {
   const float levels = levels_of(bits);
   low = smaller(low, 0.f);
@@ -56,7 +56,7 @@ inline uint16_t nearest_score(float score) {
   return narrow_score(score, (1 << (SCORE_SHIFT - 1)) - 1 + int32_t(as_bits(score) >> SCORE_SHIFT & 1));
 }
 
-// WIDTH scores or positions of a segment from the `t`-th on; the last argument is of the type that is stored.
+// Loads WIDTH scores or positions of a segment from the `t`-th on; the last argument has the stored type.
 template <class Vector>
 inline Vector load_numbers(const uint8_t* segment, int t, float) {
   return load(reinterpret_cast<const float*>(segment) + t);
@@ -82,14 +82,14 @@ inline Vector load_numbers(const uint8_t* segment, int t, uint16_t) {
   }
 }
 
-// Slot of a window's token that is no sink (pages/rows.py).
+// Window slot of a token that is not a sink (pages/rows.py).
 inline int64_t ring_slot(int64_t position, int64_t slots, int64_t sink_slots) {
   return sink_slots + position % (slots - sink_slots);
 }
 
 constexpr int HIGH = 0;
 
-// Column of a row's index-th page: the first tier grows from the left, the second from the right.
+// Table column of a row's index-th page: the first tier grows from the left, the second from the right.
 inline int64_t column(int tier, int64_t index, int64_t width) { return tier == HIGH ? index : width - 1 - index; }
 
 inline int32_t& entry(const Rows& rows, int64_t row, int tier, int64_t index) {
@@ -105,7 +105,7 @@ inline int64_t pages_of(const Tier& tier, int64_t count) { return (count + tier.
 inline bool has_metadata(const Side& side) { return side.metadata_bytes > 0; }
 inline bool has_scores(const Tier& tier) { return tier.score_bytes > 0; }
 
-// Whether a row's counts fit its table and its entries are pages of the pool, the null page excluded.
+// Checks that a row's counts fit its table and that its entries are pages of the pool other than the null page.
 inline Status check_row(const Format& format, const Rows& rows, int64_t row) {
   int64_t used = 0;
   for (int t = 0; t < format.tiers; t++) {
@@ -129,13 +129,13 @@ inline void read_pair(const uint8_t* from, float& scale, float& zero) {
   zero = to_float(pair[1]);
 }
 
-// (scale, zero) of one group.
+// Reads (scale, zero) of one group.
 inline void read_group(const uint8_t* from, const Side& side, float& scale, float& zero) {
   if (side.metadata_bytes == 2) return read_narrow(from, zero_factor(side.bits), scale, zero);
   read_pair(from, scale, zero);
 }
 
-// Metadata of a group with the elements [low, high].
+// Writes the metadata of a group with smallest and largest elements `low` and `high`.
 inline void make_group(uint8_t* to, const Side& side, float low, float high) {
   if (side.metadata_bytes == 2) {
     const uint16_t word = narrow_metadata(low, high, side.bits);
@@ -148,7 +148,7 @@ inline void make_group(uint8_t* to, const Side& side, float low, float high) {
   }
 }
 
-// Stores the metadata of a group with the elements [low, high]; what is read back is returned too.
+// Stores the metadata of a group with smallest and largest elements `low` and `high`, and reads it back.
 inline void write_group(uint8_t* page, const Side& side, int64_t slot, int group, float low, float high, float& scale,
                         float& zero) {
   uint8_t* to = page + side.metadata_offset + (slot * side.groups + group) * side.metadata_bytes;
@@ -156,13 +156,13 @@ inline void write_group(uint8_t* page, const Side& side, int64_t slot, int group
   read_group(to, side, scale, zero);
 }
 
-// (scale, zero) of `groups` groups of one token.
+// Reads (scale, zero) of all groups of one token.
 inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, float* scale, float* zero) {
   const uint8_t* from = page + side.metadata_offset + slot * side.groups * side.metadata_bytes;
   for (int g = 0; g < side.groups; g++) read_group(from + g * side.metadata_bytes, side, scale[g], zero[g]);
 }
 
-// The same of `count` tokens of one group each; up to WIDTH - 1 numbers after the last are overwritten.
+// Reads (scale, zero) of `count` tokens with one group each; overwrites up to WIDTH - 1 numbers after the last.
 inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, int count, float* scale, float* zero) {
   const uint8_t* from = page + side.metadata_offset + slot * side.metadata_bytes;
   int t = 0;
@@ -191,7 +191,7 @@ inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, i
   for (; t < count; t++) read_pair(from + 4 * t, scale[t], zero[t]);
 }
 
-// Calls with a number of the type that a tier's scores have, and one of the type of its positions.
+// Calls `call` with a value of the type of a tier's scores and one of the type of its positions.
 template <class Call>
 inline auto with_numbers(const Tier& tier, Call call) {
   if (tier.score_bytes == 4) return call(float(), int32_t());
@@ -211,8 +211,8 @@ inline void put_number(uint8_t* page, int64_t offset, int64_t slot, Number numbe
   memcpy(page + offset + slot * int64_t(sizeof(number)), &number, sizeof(number));
 }
 
-// Adds to the scores of the first `count` tokens of a page, of which the first is a row's `index`-th of its tier.
-// `length` is the row's: together they are what narrow scores are rounded by.
+// Adds to the scores of the first `count` tokens of a page. The first token is its row's `index`-th one of the tier.
+// `index` and the row's `length` seed the rounding of narrow scores.
 inline void add_scores(uint8_t* page, const Tier& tier, int count, const float* more, int tier_index, int64_t index,
                        int64_t length) {
   uint8_t* scores = page + tier.score_offset;
@@ -255,7 +255,7 @@ inline float mean_of(const uint8_t* page, const Tier& tier, int64_t slot, int32_
   return read_score(page, tier, slot) / float(larger(last - read_position(page, tier, slot), 1));
 }
 
-// The least of the means of the first `count` tokens.
+// Smallest mean of the first `count` tokens.
 inline float least_mean(const uint8_t* page, const Tier& tier, int count, int32_t last) {
   float least = INFINITY;
   int t = 0;
@@ -286,7 +286,7 @@ inline void write_token(uint8_t* page, const Tier& tier, int64_t slot, float sco
     put_number(page, tier.position_offset, slot, uint16_t(position));
 }
 
-// Copies a token as it is stored, code for code.
+// Copies a stored token without requantising it.
 inline void copy_token(const uint8_t* from, int64_t slot, uint8_t* to, int64_t to_slot, const Tier& tier) {
   auto copy = [&](int64_t offset, int64_t bytes) {
     memcpy(to + offset + to_slot * bytes, from + offset + slot * bytes, bytes);

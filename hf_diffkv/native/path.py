@@ -1,4 +1,4 @@
-"""Where the native library is, and what it runs on this processor; without PyTorch."""
+"""Path of the native library and its instruction set on this processor; does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import ctypes
 import os
 from pathlib import Path
 
-# another build of it may be tried, such as one that checks every access
+# the environment variable selects another build, such as one that checks every access
 PATH = Path(os.environ.get("HF_DIFFKV_NATIVE_LIBRARY") or Path(__file__).with_name("_lib.so"))
 
 
 def instructions_at(path: Path = PATH) -> str:
-    """The instruction set that a library chooses, loaded for this alone.
+    """Loads a library and returns the instruction set that it chooses.
 
     Raises:
-        OSError: it was not built, or cannot be loaded.
+        OSError: the library was not built, or cannot be loaded.
     """
     if not path.is_file():
         raise FileNotFoundError("not built")

@@ -1,5 +1,5 @@
-// What a row holds, as pieces of consecutive tokens: its pages tier by tier, then its window: sinks, and the ring
-// from its oldest token on.
+// A row as pieces of consecutive tokens: its pages tier by tier, then its window, which is the sinks and the ring from
+// its oldest token on.
 #pragma once
 #include "quantize.h"
 
@@ -12,11 +12,11 @@ struct Piece {
   const uint8_t *key, *value;
   float* window_score;
   int count, tier_index;
-  int64_t first;  // index of its first token among those of its tier
+  int64_t first;  // index of its first token within its tier
 
   const Side& side(bool values) const { return values ? tier->value : tier->key; }
   const uint8_t* rows(bool values) const { return values ? value : key; }
-  // Keys or values of one token in float.
+  // Reads the key or value of one token as floats.
   void read(bool values, int32_t dtype, int64_t slot, float* to) const {
     const Side& from = side(values);
     if (page)
@@ -26,18 +26,18 @@ struct Piece {
   }
 };
 
-// Sinks, and the ring before and behind the place where it wraps.
+// Sinks, and the ring before and after the point where it wraps.
 constexpr int MAX_RUNS = 3;
 
 struct RowTokens {
   int64_t row;
   int64_t count[MAX_TIERS], pages[MAX_TIERS];
   int64_t window;                                      // tokens
-  int64_t window_slot[MAX_RUNS], window_run[MAX_RUNS];  // they stand in runs: first slot, tokens
+  int64_t window_slot[MAX_RUNS], window_run[MAX_RUNS];  // runs of consecutive slots: first slot, tokens
   int64_t pieces, tokens;
 };
 
-// The window as a tier of its own, whose rows are what the model made.
+// The window as a tier, whose rows have the model's dtype.
 inline Tier window_tier(const Format& format) {
   Tier tier = {};
   Side Tier::* const sides[] = {&Tier::key, &Tier::value};
@@ -49,7 +49,7 @@ inline Tier window_tier(const Format& format) {
   return tier;
 }
 
-// A row of a request whose newest token is real.
+// Lists the tokens of a row, whose request's newest token must be real.
 inline RowTokens row_tokens(const Step& step, int64_t row) {
   RowTokens tokens = {};
   tokens.row = row;
@@ -110,8 +110,8 @@ inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tok
   return piece;
 }
 
-// Asks for what a pass over keys, or over values, reads of a piece; with the keys for the factors of both, with the
-// values for the scores that are added to last. Into the second cache: the first is busy with what is computed on.
+// Prefetches what a pass over keys, or over values, reads of a piece. The pass over keys also needs the factors of
+// both, the pass over values the scores, which are updated last. Into the L2 cache, because L1 holds the current data.
 DIFFKV_INLINE void prefetch(const Piece& piece, bool values) {
   const Tier& tier = *piece.tier;
   const uint8_t* rows = piece.rows(values);

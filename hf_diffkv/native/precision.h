@@ -1,11 +1,11 @@
-// The precisions, and the fields of their codes (pages/layout.py says how they are packed).
+// The precisions and the fields of their codes, which are packed as in pages/layout.py.
 #pragma once
 #include <stdint.h>
 
 namespace diffkv {
 namespace {
 
-// Bits of a code: SUPPORTED_BITS of precision.py, but for 16, which are no codes.
+// Bits of a code: SUPPORTED_BITS of precision.py except 16, which has no codes.
 #define DIFFKV_CODE_BITS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(8)
 
 #define DIFFKV_BIT(BITS) | 1 << BITS
@@ -17,7 +17,7 @@ struct Constant {
   static constexpr int value = VALUE;
 };
 
-// Calls with the bits of codes as a `Constant`.
+// Calls `call` with the bits of codes as a `Constant`.
 template <class Call>
 inline void with_bits(int bits, Call call) {
   switch (bits) {
@@ -28,7 +28,7 @@ inline void with_bits(int bits, Call call) {
   }
 }
 
-// Calls with every field of codes, from the lowest bits up: its bits, and how many are below it.
+// Calls `call` with every field of codes, lowest first: its bits, and the number of bits below it.
 template <int BITS, int BELOW = 0, class Call>
 inline void each_field(Call&& call) {
   constexpr int LEFT = BITS - BELOW, FIELD = LEFT >= 8 ? 8 : LEFT >= 4 ? 4 : LEFT >= 2 ? 2 : 1;

@@ -1,5 +1,5 @@
-// Products of a few heads with rows of keys and values: of any element type in float, and with codes in integers (AVX-512
-// VNNI), where queries and weights become two digits of seven bits each.
+// Products of a few heads with rows of keys and values: in float for any element type, and in integers for codes
+// (AVX-512 VNNI), where queries and weights become two digits of seven bits each.
 #pragma once
 #include "numbers.h"
 #include "precision.h"
@@ -30,8 +30,8 @@ inline void dot_heads(const Element* rows, int64_t stride, int count, const floa
   }
 }
 
-// out[h, t] = query[h] . row[t] over `width` elements, a multiple of WIDTH; up to BLOCK - 1 numbers after the last
-// token of each head are overwritten.
+// out[h, t] = query[h] . row[t] over `width` elements, a multiple of WIDTH. Overwrites up to BLOCK - 1 numbers after
+// the last token of each head.
 template <class Element>
 inline void dot_rows(const Element* rows, int64_t stride, int count, const float* query, int64_t query_stride,
                      int heads, int width, float* out, int64_t out_stride) {
@@ -95,7 +95,8 @@ inline void add_rows(const Element* rows, int64_t stride, int count, const float
 constexpr bool HAS_DIGITS = true;
 constexpr float LARGEST_QUERY = 16256.f, LARGEST_WEIGHT = 16383.f;
 
-// Calls with some heads at a time: how many, a `Constant` of MOST or a smaller power of two, and the first of them.
+// Calls `call` with several heads at a time: their number (a `Constant` of MOST or a smaller power of two) and the
+// first head.
 template <int MOST, class Call>
 inline void each_heads(int heads, Call call) {
   int h = 0;
@@ -135,7 +136,7 @@ inline __m512i integer_sums(const __m512i* a) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(d, e, 0x88), _mm512_shuffle_i32x4(d, e, 0xdd));
 }
 
-// Sums of digits times codes for some tokens and one head; a product has VECTORS * 64 codes, 0 stands for any number.
+// Sums digits times codes for some tokens and one head. A product has VECTORS * 64 codes; 0 allows any number.
 template <int TOKENS, int VECTORS>
 inline void dot_digit_rows(const uint8_t* const* row, int64_t width, const int8_t* upper, const int8_t* lower,
                            __m512i* sum) {
@@ -174,8 +175,8 @@ DIFFKV_ALONE void dot_digit_heads(const uint8_t* codes, int64_t stride, int64_t 
   }
 }
 
-// out[h, t] = query[h] . codes[t] over `width` codes, a multiple of 64: rows of codes are `stride` bytes apart, those of
-// digits `width`. Up to 15 numbers after the last token of each head are overwritten.
+// out[h, t] = query[h] . codes[t] over `width` codes, a multiple of 64. Rows of codes are `stride` bytes apart, rows of
+// digits `width` bytes. Overwrites up to 15 numbers after the last token of each head.
 inline void dot_digits(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
                        const int8_t* lower, const float* factor, int heads, float* out, int64_t out_stride) {
   auto dot = [&](auto vectors) {
@@ -191,8 +192,8 @@ inline void dot_digits(const uint8_t* codes, int64_t stride, int64_t width, int 
   }
 }
 
-// w = factor * (128 * upper + lower), of `count` weights and zeros up to a multiple of 16. Returns the factor; `lost` is
-// the sum of what rounding takes off the weights.
+// w = factor * (128 * upper + lower) for `count` weights, padded with zeros to a multiple of 16. Returns the factor;
+// `lost` is the sum of the weights' rounding errors.
 inline float weight_digits(const float* weight, int count, int8_t* upper, int8_t* lower, float& lost) {
   Floats top = splat(1e-30f);
   auto loaded = [&](int t) {
@@ -213,7 +214,7 @@ inline float weight_digits(const float* weight, int count, int8_t* upper, int8_t
   return peak / LARGEST_WEIGHT;
 }
 
-// Turns every four rows of 64 codes into 16 x 4 dwords, each the codes of the four rows at one place. Dword
+// Transposes every four rows of 64 codes into 16 x 4 dwords, each with the codes of the four rows at one place. Dword
 // (lane, j) of vector i is place 16 * lane + 4 * i + j.
 DIFFKV_ALONE void transpose_quads(uint8_t* codes, int64_t stride, int count) {
   for (int t = 0; t < count; t += 4)
@@ -262,7 +263,7 @@ DIFFKV_ALONE void add_digit_heads(const uint8_t* quads, int64_t stride, int coun
   }
 }
 
-// out[h] += sum of weight[h, t] * codes[t], in the order of `transpose_quads`; heads' digits are `digits` apart.
+// out[h] += sum of weight[h, t] * codes[t], in the order of `transpose_quads`. Digits of heads are `digits` apart.
 inline void add_digits(const uint8_t* quads, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
                        int64_t digits, const float* factor, int heads, float* out, int64_t out_stride) {
   each_heads<2>(heads, [&](auto some, int h) {
@@ -271,7 +272,7 @@ inline void add_digits(const uint8_t* quads, int64_t stride, int count, const in
   });
 }
 
-// out[d] += what stands in the order of `transpose_quads`.
+// out[d] += quads[d], reordered from the order of `transpose_quads`.
 inline void add_from_quads(const float* quads, int width, float* out) {
   for (int d = 0; d < width; d += 64)
     for (int i = 0; i < 4; i++)

@@ -1,16 +1,16 @@
-// Exact attention of many new tokens and what each token receives. A row's tokens are packed once for all its queries;
-// work is split by query heads and, in a way that depends on shapes alone, by blocks of queries, so that sums are always
-// alike. A block goes over all tokens it sees, tile by tile with a running maximum; where it is wanted what they receive,
-// the weights of all tiles are kept, and summed over the queries once their totals are known.
+// Exact attention of many new tokens, and the attention that each token receives. A row's tokens are packed once for
+// all its queries. Work is split by query heads and by blocks of queries, in a way that depends on shapes alone, so
+// that sums are reproducible. A block visits all visible tokens tile by tile with a running maximum. If the received
+// attention is needed, the weights of all tiles are kept, and summed over the queries once their totals are known.
 #pragma once
 #include "prompt_tokens.h"
 
 namespace diffkv {
 namespace {
 
-// Weights below 2^LOWEST of a query's largest are zero: products of smaller ones would be slow, subnormal numbers.
+// Weights below 2^LOWEST of a query's largest weight are zero, because smaller products would be subnormal and slow.
 constexpr float LOWEST = -60;
-// Queries at a time, fewer where the weights that are kept would take more than so many numbers.
+// Queries per block; fewer if the weights that are kept would exceed WEIGHTS numbers.
 constexpr int64_t QUERIES = 4 * PRODUCT_ROWS, WEIGHTS = 1 << 20;
 
 inline int64_t queries_of(const Prompt& prompt, int64_t tokens) {
@@ -22,7 +22,7 @@ inline int64_t queries_of(const Prompt& prompt, int64_t tokens) {
 // Buffers of one thread.
 template <class Unit>
 struct BlockWork {
-  // weights: of tile i at i * QUERIES * TILE, [QUERIES, TILE]; of one tile after the other where none are kept
+  // weights [QUERIES, TILE] of tile i at i * QUERIES * TILE, or of the current tile alone if none are kept
   float *weights, *output, *peak, *peaks, *total, *factor;
   Unit *query, *packed;
 
@@ -41,7 +41,7 @@ struct BlockWork {
   }
 };
 
-// Some consecutive queries of one head, by their index among the request's real tokens.
+// Consecutive queries of one head, by their index among the request's real tokens.
 struct Block {
   int64_t query_head, first, count;
 };
@@ -67,8 +67,8 @@ inline void load_queries(const Prompt& prompt, const PromptRow& row, const Block
   }
 }
 
-// Products with `count` keys to base-2 logits. Those from `limit` on are hidden, and of the prompt's own tokens those
-// that `mask` hides; `first` is the tile's first token.
+// Turns products with `count` keys into base-2 logits. Keys from `limit` on, and prompt tokens that `mask` hides, are
+// masked. `first` is the tile's first token.
 inline float to_logits(const Prompt& prompt, const PromptRow& row, const uint8_t* mask, int64_t first, int64_t limit,
                        int64_t count, float* x) {
   const Floats scale = splat(prompt.softcap > 0 ? 2 * LOG2_E * prompt.scaling / prompt.softcap
@@ -86,7 +86,7 @@ inline float to_logits(const Prompt& prompt, const PromptRow& row, const uint8_t
   return prompt.softcap > 0 ? largest(top) : largest(top) * scale[0];
 }
 
-// Weights relative to the query's largest logit so far; what stood for an earlier one is scaled.
+// Computes weights relative to the query's largest logit so far, and rescales earlier sums.
 template <class Unit>
 inline void weigh(const Prompt& prompt, int64_t query, float top, int64_t count, float* x, BlockWork<Unit>& work) {
   const float before = work.peak[query], peak = larger(before, top);
@@ -117,7 +117,7 @@ inline const Pair* as_units(const float* weights, int64_t queries, int64_t count
   return to;
 }
 
-// Adds to `given` what each token receives from the queries that count, [row.tokens] rounded up to tiles.
+// Adds the attention that each token receives from the scoring queries to `given`, [row.tokens] rounded up to tiles.
 template <class Unit>
 inline void add_received(const BlockWork<Unit>& work, const Block& block, int64_t from, int64_t queries, int64_t end,
                          float* given) {
@@ -143,7 +143,7 @@ inline void add_received(const BlockWork<Unit>& work, const Block& block, int64_
   }
 }
 
-// `given`: see add_received; null where it is not wanted.
+// Attends from one block; `given` is as in add_received, or null if not needed.
 template <class Unit>
 inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block& block, int64_t queries,
                          BlockWork<Unit>& work, float* given) {
@@ -190,7 +190,7 @@ inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block
   if (given && observed < block.count) add_received(work, block, observed, queries, end, given);
 }
 
-// Shares of a head's queries, whose sums are added up in order.
+// Number of shares of a head's queries, whose sums are added in order.
 constexpr int64_t SHARES = 16;
 
 // Rows whose tokens are packed at the same time, and their results.
@@ -199,7 +199,7 @@ struct PromptRows {
   const Prompt* prompt;
   PromptRow* rows;
   int64_t count, tiles, queries, shares;
-  float* given;  // [count, group, shares, tiles * TILE], or null where nobody wants it
+  float* given;  // [count, group, shares, tiles * TILE], or null if not needed
 
   float* sums(int64_t row, int64_t member, int64_t share) const {
     if (!given) return nullptr;
@@ -213,7 +213,7 @@ struct PromptRows {
   }
   bool attend(int64_t task) const {
     const int64_t index = task / (prompt->group * shares), member = task / shares % prompt->group;
-    // the last blocks see most
+    // the last blocks see the most tokens, so they come first
     const int64_t share = shares - 1 - task % shares;
     const PromptRow& row = rows[index];
     const int64_t real = row.tokens - row.past;
@@ -229,7 +229,7 @@ struct PromptRows {
     }
     return true;
   }
-  // The most that a head of the group gives, over all its queries.
+  // Maximum over the group's heads of the attention given by all their queries.
   void join(int64_t index) const {
     const PromptRow& row = rows[index];
     float* received = prompt->received + (row.request * prompt->heads + row.head) *
@@ -246,7 +246,7 @@ struct PromptRows {
   }
 };
 
-// Entries of `there` (null: all) that are set.
+// Lists the entries of `there` that are set; all if it is null.
 inline int64_t list_set(const uint8_t* there, int64_t count, int32_t* to) {
   int64_t found = 0;
   for (int64_t i = 0; i < count; i++)

@@ -1,8 +1,8 @@
-// The tokens that one row of a prompt attends to, packed for products of small matrices: what is stored (as it ranks:
-// pages tier by tier, then the window), exact tokens before the prompt, and the prompt itself. Padding is left out.
+// The tokens that one row of a prompt attends to, packed for products of small matrices: stored tokens by rank (pages
+// tier by tier, then the window), exact tokens before the prompt, and the prompt itself. Padding is left out.
 //
-// Products are C [rows, columns] += A B. A is row-major; B lies in panels of PANEL columns, each with its depth outermost.
-// A unit is what one lane multiplies at a time: a float, or two bfloat16 that follow along the depth.
+// Products are C [rows, columns] += A B. A is row-major. B is in panels of PANEL columns, each with its depth
+// outermost. A unit is what one lane multiplies at a time: a float, or two bfloat16 that are consecutive along depth.
 #pragma once
 #include <stdlib.h>
 
@@ -11,7 +11,7 @@
 namespace diffkv {
 namespace {
 
-// Rows and vectors of accumulators that fit the registers.
+// Rows and vectors of accumulators that fit into the registers.
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int PRODUCT_ROWS = 12, PANEL_VECTORS = 2;
 #else
@@ -26,7 +26,7 @@ struct Pair {
 inline int depth_of(float) { return 1; }
 inline int depth_of(Pair) { return 2; }
 
-// A unit of consecutive numbers, or of numbers `stride` apart.
+// Makes a unit of consecutive numbers, or of numbers `stride` apart.
 inline void make_unit(const float* x, int64_t, float& unit) { unit = *x; }
 inline void make_unit(const float* x, int64_t stride, Pair& unit) {
   from_float(x[0], unit.part[0]);
@@ -61,12 +61,12 @@ inline void multiply_block(const Unit* a, int64_t a_stride, const Unit* b, int64
     for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * WIDTH, total[r][v]);
 }
 
-// Units of the panels of a matrix of `columns` columns; a last panel of one vector is as narrow as that.
+// Number of units in the panels of a matrix of `columns` columns; the last panel may be a single vector wide.
 inline int64_t panel_units(int64_t columns, int64_t depth) { return round_up(columns, WIDTH) * depth; }
 inline int64_t panel_width(int64_t first, int64_t columns) { return columns - first <= WIDTH ? WIDTH : PANEL; }
 
-// C += A B, or = where `add` is false. A has `depth` units in a row and a multiple of PRODUCT_ROWS rows; B has
-// `columns` columns, of which the first `wanted` are multiplied, each panel of `b_depth` units.
+// C += A B, or C = A B if `add` is false. A has `depth` units in a row and a multiple of PRODUCT_ROWS rows. B has
+// `columns` columns in panels of `b_depth` units; the first `wanted` columns are multiplied.
 template <class Unit>
 inline void multiply(const Unit* a, int64_t a_stride, int64_t rows, const Unit* b, int64_t b_depth, int64_t columns,
                      int64_t wanted, int64_t depth, float* c, int64_t c_stride, bool add) {
@@ -84,7 +84,7 @@ inline void multiply(const Unit* a, int64_t a_stride, int64_t rows, const Unit* 
   }
 }
 
-// Tokens of a tile: a multiple of PANEL, and of what is read at a time.
+// Tokens per tile, a multiple of PANEL and of READ_TOKENS, the tokens that are read at a time.
 constexpr int64_t TILE = 256, READ_TOKENS = 32;
 
 // Memory of one call.
@@ -101,12 +101,12 @@ struct Buffer {
 struct PromptRow {
   int64_t request, head;
   RowTokens stored;
-  const int32_t *shown, *real;  // exact tokens before the prompt, and of the prompt, that are there
-  int64_t past, tokens;         // before the prompt; all
+  const int32_t *shown, *real;  // exact tokens before the prompt, and tokens of the prompt, that exist
+  int64_t past, tokens;         // tokens before the prompt; all tokens
   uint8_t *keys, *values;       // packed, tile by tile
 
   int64_t tiles() const { return (tokens + TILE - 1) / TILE; }
-  // Where a token stands in `received`.
+  // Column of a token in `received`.
   int64_t column(const Prompt& prompt, int64_t token) const {
     if (token < stored.tokens) return token;
     if (token < past) return prompt.stored_tokens + shown[token - stored.tokens];
@@ -116,7 +116,7 @@ struct PromptRow {
 
 inline int64_t units_of(int64_t dim, int64_t depth) { return (dim + depth - 1) / depth; }
 
-// Units of a packed tile of keys, and of values.
+// Number of units in a packed tile of keys, and of values.
 template <class Unit>
 inline int64_t key_units(const Prompt& prompt) {
   return panel_units(TILE, units_of(prompt.key_dim, depth_of(Unit())));
@@ -126,7 +126,7 @@ inline int64_t value_units(const Prompt& prompt) {
   return panel_units(prompt.value_dim, TILE / depth_of(Unit()));
 }
 
-// `count` stored tokens from the `first` on as floats.
+// Reads `count` stored tokens from the `first` on as floats.
 inline void read_stored(const Step& step, const RowTokens& tokens, bool values, int64_t first, int64_t count, float* to,
                         int64_t stride) {
   const Tier window = window_tier(step.format);
@@ -151,7 +151,7 @@ inline void read_stored(const Step& step, const RowTokens& tokens, bool values, 
   }
 }
 
-// READ_TOKENS keys or values of a row from the `first` on as floats; zeros behind the last.
+// Reads READ_TOKENS keys or values of a row from the `first` on as floats; zeros after the last.
 inline void read_tokens(const Prompt& prompt, const PromptRow& row, bool values, int64_t first, float* to,
                         int64_t stride) {
   const int64_t dim = values ? prompt.value_dim : prompt.key_dim;
@@ -172,7 +172,7 @@ inline void read_tokens(const Prompt& prompt, const PromptRow& row, bool values,
   for (; token < first + READ_TOKENS; token++) memset(to + (token - first) * stride, 0, size_t(dim) * sizeof(float));
 }
 
-// Keys become columns: units run along head_dim.
+// Packs keys as columns, with units along head_dim.
 template <class Unit>
 inline void pack_keys(const Prompt& prompt, const PromptRow& row, int64_t tile) {
   const int64_t depth = depth_of(Unit()), units = units_of(prompt.key_dim, depth);
@@ -190,7 +190,7 @@ inline void pack_keys(const Prompt& prompt, const PromptRow& row, int64_t tile) 
   }
 }
 
-// Values stay rows: units run along the tokens.
+// Packs values as rows, with units along the tokens.
 template <class Unit>
 inline void pack_values(const Prompt& prompt, const PromptRow& row, int64_t tile) {
   const int64_t depth = depth_of(Unit()), dim = prompt.value_dim, stride = round_up(dim, WIDTH);

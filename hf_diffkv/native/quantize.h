@@ -1,5 +1,5 @@
-// Quantising tokens into pages and reading them back, byte for byte as ops/quantize/reference.py does; codes are packed
-// as pages/layout.py says.
+// Quantisation of tokens into pages and reading them back, byte for byte as in ops/quantize/reference.py; codes are
+// packed as in pages/layout.py.
 #pragma once
 #include "page.h"
 
@@ -13,7 +13,7 @@ inline void unpack_word(const uint8_t* from, uint8_t* to) {
   typedef uint8_t Bytes __attribute__((vector_size(sizeof(Word))));
   Word word;
   memcpy(&word, from, sizeof(word));
-  // bits that come from a neighbouring byte are masked
+  // bits from a neighbouring byte are masked
   if (SHIFT > PLACE) word = word >> (SHIFT - PLACE);
   if (SHIFT < PLACE) word = word << (PLACE - SHIFT);
   Bytes codes = (Bytes)word & (Bytes{} + MASK);
@@ -30,7 +30,7 @@ typedef uint32_t Word32 __attribute__((vector_size(32)));
 typedef uint32_t Word16 __attribute__((vector_size(16)));
 typedef uint32_t Word8 __attribute__((vector_size(8)));
 
-// The same of `count` bytes. Not masked: some processors store masked bytes one by one.
+// Unpacks `count` bytes as `unpack_word`. Without masked stores, because some processors store masked bytes one by one.
 template <int BITS, int SHIFT, int PLACE>
 inline void unpack_plane(const uint8_t* from, int count, uint8_t* to) {
   constexpr uint8_t MASK = (1 << BITS) - 1;
@@ -50,13 +50,13 @@ inline void unpack_plane(const uint8_t* from, int count, uint8_t* to) {
 }
 
 #if defined(__AVX512BW__)
-// How far 32 bits are turned so that those of the plane that 4 bytes of the `vector`-th 64 codes are in come to PLACE.
+// Rotation of 32 bits that moves the plane's bits of 4 bytes of the `vector`-th 64 codes to PLACE.
 template <int BITS, int PLACE, int COUNT>
 constexpr int turn(int vector, int word) {
   return (PLACE - BITS * ((64 * vector + 4 * word) / COUNT)) & 31;
 }
 
-// All planes of a field of COUNT bytes, 64 codes at a time.
+// Unpacks all planes of a field of COUNT bytes, 64 codes at a time.
 template <int BITS, int PLACE, int COUNT>
 inline void unpack_wide(const uint8_t* from, uint8_t* to) {
   __m512i packed;
@@ -105,7 +105,7 @@ inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
   unpack_planes<BITS, PLACE>(from, count, to);
 }
 
-// DIM is that of the side, or 0 for any: what a row takes is then decided once for all rows.
+// Unpacks rows of a side. DIM is the side's dim, for which a row's loops are fixed at compile time, or 0 for any.
 template <int BITS, int DIM>
 DIFFKV_ALONE void unpack_rows(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
   const int dim = DIM ? DIM : side.dim;
@@ -116,7 +116,7 @@ DIFFKV_ALONE void unpack_rows(const uint8_t* from, const Side& side, int count, 
     });
 }
 
-// Codes [count, dim] of rows packed one after the other, to rows of `stride` bytes.
+// Unpacks consecutive packed rows into codes [count, dim], in rows of `stride` bytes.
 inline void unpack(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
   with_bits(side.bits, [&](auto bits) {
     switch (side.dim) {
@@ -127,7 +127,7 @@ inline void unpack(const uint8_t* from, const Side& side, int count, uint8_t* to
   });
 }
 
-// Numbers of `dtype` from an offset in elements on, in float.
+// Reads numbers of `dtype` as floats, from an offset in elements on.
 inline void read_row(const void* from, int32_t dtype, int64_t offset, int dim, float* to) {
   with_dtype(dtype, [&](auto element) {
     const auto* row = static_cast<const decltype(element)*>(from) + offset;
@@ -135,7 +135,7 @@ inline void read_row(const void* from, int32_t dtype, int64_t offset, int dim, f
   });
 }
 
-// Keys or values of one token in float, as `dequantize` of ops/quantize rounds them: a product, then a sum.
+// Reads the key or value of one token as floats, rounded as by `dequantize` of ops/quantize: a product, then a sum.
 inline void decode_row(const uint8_t* page, const Side& side, int32_t dtype, int64_t slot, float* to) {
   if (!has_metadata(side)) return read_row(page + side.offset, dtype, slot * side.dim, side.dim, to);
   uint8_t codes[MAX_DIM];
@@ -186,7 +186,7 @@ inline void range_of(const float* x, int count, float& low, float& high) {
   }
 }
 
-// Stores the metadata of a slot's group and makes the codes.
+// Stores the metadata of a slot's group and computes the codes.
 inline void quantize_group(uint8_t* page, const Side& side, int64_t slot, int group, const float* x, int count,
                            uint8_t* codes) {
   float low, high, step, from;
@@ -247,12 +247,12 @@ inline void each_token(const Transfer& tokens, Call call) {
   each_task((tokens.count + TASK_TOKENS - 1) / TASK_TOKENS, tokens.threads, [&](int64_t task) {
     const int64_t end = smaller((task + 1) * TASK_TOKENS, tokens.count);
     for (int64_t i = task * TASK_TOKENS; i < end; i++)
-      // the null page holds nothing
+      // the null page holds no tokens
       call(i, tokens.page[i] ? tokens.pages + tokens.page[i] * tokens.format.page_bytes : nullptr);
   });
 }
 
-// Stores tokens, or where `to_page` is there copies them as they are stored.
+// Stores tokens, or copies stored ones if `to_page` is set.
 inline int64_t store_tokens(const Transfer& tokens) {
   if (int64_t status = check_places(tokens)) return status;
   const Tier& tier = tokens.format.tier[0];
@@ -274,7 +274,7 @@ inline int64_t store_tokens(const Transfer& tokens) {
   return OK;
 }
 
-// Reads tokens into float32 rows; zeros for the null page.
+// Reads tokens into float32 rows, zero for the null page.
 inline int64_t load_tokens(const Transfer& tokens) {
   if (int64_t status = check_places(tokens)) return status;
   const Tier& tier = tokens.format.tier[0];

@@ -1,12 +1,12 @@
-// Rotation of channels as ops/rotation.py defines it: a sign for each channel, then the Hadamard matrix of each block,
-// whose size is the largest power of two that divides the dim, by a fast Walsh-Hadamard transform.
+// Rotation of channels as in ops/rotation.py: a sign for each channel, then the Hadamard matrix of each block by a fast
+// Walsh-Hadamard transform. A block's size is the largest power of two that divides the dim.
 #pragma once
 #include "numbers.h"
 
 namespace diffkv {
 namespace {
 
-// The top bits of a linear congruential generator, as ops/rotation.py draws them; those of a smaller dim come first.
+// Top bits of a linear congruential generator, as in ops/rotation.py; a smaller dim uses the first ones.
 struct Signs {
   float of[MAX_DIM];
 
@@ -24,7 +24,7 @@ inline void apply_signs(float* x, int dim) {
   for (int d = 0; d < dim; d++) x[d] *= signs.of[d];
 }
 
-// Sums and differences of the lanes of a vector that are SPAN apart.
+// Sums and differences of a vector's lanes that are SPAN apart.
 template <int SPAN>
 inline Floats butterfly(Floats x) {
   Floats partner, sign;
@@ -35,7 +35,7 @@ inline Floats butterfly(Floats x) {
   return partner + sign * x;
 }
 
-// The transform of each block of `size` numbers, a power of two that divides `dim`, divided by its norm.
+// Transforms each block of `size` numbers, a power of two that divides `dim`, and divides by the norm.
 inline void hadamard(float* x, int dim, int size) {
   int span = 1;
   if (size >= WIDTH) {

@@ -1,5 +1,5 @@
-// Keys rounded for the queries that read them, as ops/rounding/reference.py has it. WIDTH keys of one row go together, a
-// channel at a time, so that what the channels behind add to each is sums of products with one number for all.
+// Rounding of keys for the queries that read them, as in ops/rounding/reference.py. WIDTH keys of one row are rounded
+// together, one channel at a time, so that the feedback of later channels multiplies vectors by one number each.
 #pragma once
 #include "quantize.h"
 
@@ -9,7 +9,7 @@ namespace {
 // LARGEST_BITS of ops/rounding/reference.py
 constexpr int ROUNDED_BITS = 6;
 
-// Keys of one row, and their groups' numbers, by element and group, a key in each lane.
+// Keys of one row and the numbers of their groups, by element and group, one key per lane.
 struct KeyBlock {
   alignas(64) float x[MAX_DIM][WIDTH], error[MAX_DIM][WIDTH];
   alignas(64) float low[WIDTH], high[WIDTH], step[WIDTH], zero[WIDTH], least[WIDTH], most[WIDTH];
@@ -19,7 +19,7 @@ inline float code_near(float x, float zero, float step, float top) {
   return round_even(smaller(larger((x - zero) / step, 0.f), top));
 }
 
-// Numbers of one group of the keys in all lanes.
+// Computes the numbers of one group for the keys in all lanes.
 inline void weigh_group(KeyBlock& keys, const Side& side, int first, int size) {
   const float levels = levels_of(side.bits);
   Floats lowest = load(keys.x[first]), highest = lowest;
@@ -34,7 +34,7 @@ inline void weigh_group(KeyBlock& keys, const Side& side, int first, int size) {
     float step, zero;
     make_group(metadata, side, keys.low[lane], keys.high[lane]);
     read_group(metadata, side, step, zero);
-    // a scale of 0 has code 0 alone
+    // a scale of 0 has the single code 0
     const float top = step == 0 ? 0 : levels;
     step = step == 0 ? 1 : step;
     keys.step[lane] = step, keys.zero[lane] = zero;
@@ -43,7 +43,7 @@ inline void weigh_group(KeyBlock& keys, const Side& side, int first, int size) {
   }
 }
 
-// What channels behind `channel` add to it, in four sums that do not wait for each other.
+// Feedback of the channels after `channel`, in four independent sums.
 inline Floats added(const KeyBlock& keys, const float* feedback, int channel, int dim) {
   Floats part[4] = {Floats{}, Floats{}, Floats{}, Floats{}};
   int d = channel + 1;
@@ -53,13 +53,13 @@ inline Floats added(const KeyBlock& keys, const float* feedback, int channel, in
   return (part[0] + part[1]) + (part[2] + part[3]);
 }
 
-// M^T of one row, [dim, dim] of a dtype from an offset in elements on, of which what is right of the diagonal is read.
+// M^T of one row, [dim, dim] of a dtype from an offset in elements on; only entries right of the diagonal are read.
 struct Feedback {
   const void* from;
   int32_t dtype;
   int64_t offset;
 
-  // Weights of what is behind a channel, in the place of their channels; `buffer` may hold them.
+  // Weights of the channels after `channel`, indexed by channel; `buffer` may hold them.
   const float* behind(int channel, int dim, float* buffer) const {
     const int64_t at = offset + int64_t(channel) * dim;
     if (dtype == FLOAT32) return static_cast<const float*>(from) + at;
@@ -68,12 +68,12 @@ struct Feedback {
   }
 };
 
-// Rounds one channel; the element becomes what is to be quantised.
+// Rounds one channel; the element becomes the number to quantise.
 inline void round_channel(KeyBlock& keys, int channel, Floats behind) {
   const Floats x = load(keys.x[channel]), step = load(keys.step), zero = load(keys.zero);
   const Floats low = load(keys.low), high = load(keys.high), least = load(keys.least), most = load(keys.most);
   Floats code = round_even(minimum(maximum((x - behind - zero) / step, least), most));
-  // the ends of the range stay, so that the group's numbers do
+  // the ends of the range do not change, so that the group's numbers do not either
   code = x == low ? least : x == high ? most : code;
   const Floats decoded = fma(code, step, zero);
   store(keys.error[channel], decoded - x);
@@ -92,7 +92,7 @@ inline void round_lanes(const Side& side, const Feedback& feedback, KeyBlock& bl
   }
 }
 
-// Rounds one key, unless there is no feedback or a code has more bits than that is worth.
+// Rounds one key, unless there is no feedback or codes have more than ROUNDED_BITS bits.
 inline void round_key(const Side& side, const Feedback& feedback, float* key) {
   if (!feedback.from || side.bits > ROUNDED_BITS) return;
   KeyBlock block;

@@ -1,6 +1,6 @@
-// Rows of keys or values, some tokens at a time, in the form that products are taken with. Where a tier has one group,
-// scale and zero point are applied to the products; keys whose channels are in groups are multiplied group by group, in
-// integers: product = scale * (query . code) + zero * sum(query), of the group's channels.
+// Rows of keys or values, a few tokens at a time, in the form used in products. If a tier has one group, scale and zero
+// point are applied to the products. Keys with several groups are multiplied group by group, in integers:
+// product = scale * (query . code) + zero * sum(query), over the group's channels.
 #pragma once
 #include "pieces.h"
 #include "products.h"
@@ -9,21 +9,21 @@ namespace diffkv {
 namespace {
 
 constexpr int STAGED_CODES = 128, STAGED_ROWS = 16;
-// 64 so that rows of codes fill vectors of bytes too
+// 64, so that rows of codes fill vectors of bytes too
 constexpr int ROW_PADDING = 64;
 
 inline int64_t padded(int64_t dim) { return round_up(dim, ROW_PADDING); }
 
-// Numbers that take part in products with a row: the dim, and zeros.
+// Numbers per row in products: the dim, padded with zeros.
 inline int width_of(const Side& side) { return int(round_up(side.dim, WIDTH)); }
 
-// The next tokens of a run of pieces of one tier.
+// Position within a run of pieces of one tier.
 struct Cursor {
   const Piece *piece, *end;
   int slot;
 
   bool done() const { return piece == end; }
-  // Asks for the piece that is read after the next.
+  // Prefetches the piece after the next one.
   DIFFKV_INLINE void fetch_ahead(bool values) const {
     if (slot == 0 && end - piece > 2) prefetch(piece[2], values);
   }
@@ -34,7 +34,7 @@ struct Cursor {
   }
 };
 
-// Up to `room` tokens of codes, one byte each, to rows of padded(dim) bytes. Returns how many.
+// Unpacks up to `room` tokens into codes of one byte, in rows of padded(dim) bytes. Returns the number of tokens.
 inline int stage_codes(Cursor& cursor, bool values, uint8_t* codes, int room) {
   int count = 0;
   while (count < room && !cursor.done()) {
@@ -50,7 +50,7 @@ inline int stage_codes(Cursor& cursor, bool values, uint8_t* codes, int room) {
   return count;
 }
 
-// Up to `room` tokens as floats, to rows of padded(dim).
+// Decodes up to `room` tokens into floats, in rows of padded(dim). Returns the number of tokens.
 inline int stage_rows(Cursor& cursor, bool values, int32_t dtype, float* rows, int room) {
   int count = 0;
   while (count < room && !cursor.done()) {
@@ -64,18 +64,18 @@ inline int stage_rows(Cursor& cursor, bool values, int32_t dtype, float* rows, i
 
 enum Form { CODES, STORED, DECODED };
 
-// How a side's tokens enter products: as codes, as they stand in memory, or decoded into floats.
+// Form of a side's tokens in products: codes, rows in memory, or floats decoded from codes.
 inline Form form_of(const Side& side) {
   if (has_metadata(side)) return side.groups == 1 ? CODES : DECODED;
   return side.dim % WIDTH == 0 ? STORED : DECODED;
 }
 
 #if defined(__AVX512VNNI__)
-// Digits of the query of every head, group by group, zero outside the group; buffers of one thread.
+// Digits of every head's query, group by group, zero outside the group; buffers of one thread.
 struct GroupDigits {
   int8_t *upper, *lower;  // [groups, heads, width of the group's vectors]
   float *factor, *sum;    // [groups, heads]
-  float *scale, *zero;    // [STAGED_CODES, groups], of staged tokens
+  float *scale, *zero;    // [STAGED_CODES, groups], factors of staged tokens
   float *product;         // [heads, PRODUCTS]
 };
 constexpr int PRODUCTS = STAGED_CODES + 16;
@@ -114,7 +114,7 @@ inline void make_digits(const Side& side, const float* query, int heads, const G
   }
 }
 
-// Scales and zero points of all groups of the next `count` tokens of a run.
+// Reads scales and zero points of all groups of the next `count` tokens of a run.
 inline void stage_factors(Cursor cursor, int count, float* scale, float* zero) {
   const Side& side = cursor.piece->tier->key;
   Side flat = side;
@@ -129,8 +129,8 @@ inline void stage_factors(Cursor cursor, int count, float* scale, float* zero) {
   }
 }
 
-// Products of all heads with the keys of a run of pieces of one tier, to `out` [heads, stride]; up to WIDTH - 1 numbers
-// after the last of each head are overwritten.
+// Multiplies all heads with the keys of a run of pieces of one tier, into `out` [heads, stride]. Overwrites up to
+// WIDTH - 1 numbers after the last of each head.
 inline void group_products(const Piece* begin, const Piece* end, const float* query, int heads, uint8_t* codes,
                            const GroupDigits& digits, float* out, int64_t stride) {
   const Side& side = begin->tier->key;

@@ -1,13 +1,13 @@
-// One new token per request: it enters the window, then its query attends to pages and window, and what every token
-// received is added to its sum. Rows are cut into chunks along the sequence, so that one request with few heads keeps all
-// threads busy.
+// Decode step with one new token per request: appends it to the window, attends to pages and window, and adds the
+// received attention to every token's sum. Rows are cut into chunks along the sequence, so that one request with few
+// heads keeps all threads busy.
 #pragma once
 #include "chunk.h"
 
 namespace diffkv {
 namespace {
 
-// A row in the form in which it is held, rounded once; whether all of it is a number of at most `limit`.
+// Writes a row in the store's form, rounded once; returns whether all its elements are numbers of at most `limit`.
 template <class Element>
 inline bool enter(const Element* from, Element* to, int dim, bool rotated, const float* offset, float limit) {
   if (rotated || offset) {
@@ -22,7 +22,7 @@ inline bool enter(const Element* from, Element* to, int dim, bool rotated, const
   int bad = 0;
   for (int d = 0; d < dim; d++) {
     const float x = to_float(to[d]);
-    // a comparison with NaN is false
+    // NaN fails both comparisons
     bad |= !(x <= limit) | !(x >= -limit);
   }
   return !bad;
@@ -62,7 +62,7 @@ inline bool is_real(const Step& step, int64_t request) {
   return step.valid ? step.valid[request] != 0 : step.length[request] > 0;
 }
 
-// Tokens of a row before its `piece`-th piece.
+// Number of a row's tokens before its `piece`-th piece.
 inline int64_t tokens_before(const Step& step, const RowTokens& tokens, int64_t piece) {
   int64_t before = 0;
   for (int t = 0; t < step.format.tiers; t++) {
@@ -86,7 +86,7 @@ struct Attention {
   void finish(int64_t index, Work& work) const;
 };
 
-// Cuts all rows into `count` chunks, and lays their results out behind these.
+// Cuts all rows into `count` chunks, and lays out their results after the chunks.
 inline int64_t Attention::plan(int64_t target, Places& take) {
   const int64_t group = step->group, value = padded(step->format.tier[0].value.dim);
   take(chunks, count);
@@ -130,7 +130,7 @@ inline Work* buffers(const Attention& attention, Work& work) {
   return &work;
 }
 
-// Of a row's softmax for one head: the largest logit, and 1 / the denominator relative to it.
+// Softmax of a row for one head: the largest logit, and the inverse of the denominator relative to it.
 struct Shared {
   float peak, inverse;
 };

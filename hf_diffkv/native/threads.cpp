@@ -1,5 +1,5 @@
-// Work over threads, and memory they keep. PyTorch's own OpenMP threads are used where they can be found in the process:
-// a second pool would compete with them, as they spin for a while after PyTorch's own work.
+// Distribution of work over threads, and the threads' memory. PyTorch's OpenMP threads are used if they can be found in
+// the process, because they spin for a while after PyTorch's own work and a second pool would compete with them.
 #include "abi.h"
 
 #include <dlfcn.h>

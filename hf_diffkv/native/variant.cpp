@@ -1,4 +1,4 @@
-// All of it for one instruction set; compiled once for each, under the name in DIFFKV_KERNELS.
+// All kernels for one instruction set; compiled once for each, under the name in DIFFKV_KERNELS.
 #include "compact.h"
 #include "prompt.h"
 #include "step.h"

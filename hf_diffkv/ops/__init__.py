@@ -1,1 +1,1 @@
-"""The operations on pages: plain tensors in, plain tensors out. Each has a PyTorch reference beside its kernels."""
+"""Operations on pages, which take and return plain tensors. Each has a PyTorch reference besides its kernels."""

@@ -1,5 +1,8 @@
-"""Which implementation an op runs: Triton kernels on a GPU that they fit, native code on a CPU where it was built, the
-PyTorch reference elsewhere. And what launchers of kernels know of the GPU."""
+"""Choice of the backend that runs an op, and the GPU's properties for kernel launchers.
+
+Ops run as Triton kernels on supported GPUs, as native code on CPUs where it was built, and as the PyTorch reference
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ from ..native import library
 from ..pages import LayerRows, TierLayout
 
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
-# NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
+# older NVIDIA devices have less shared memory than the kernels need, and no bfloat16
 OLDEST_CAPABILITY = (8, 0)
-# what the kernels are compiled for and with (docs/kernels.md)
+# AMD devices and oldest Triton that the kernels are compiled for and with (docs/kernels.md)
 AMD_TARGETS = ("gfx942",)
 OLDEST_TRITON = (3, 6)
-# PyTorch's builds for GPUs bring Triton along
+# PyTorch's GPU builds include Triton
 INSTALL = install("gpu")
-# consumer parts of any generation have the shared memory of sm_86, which what was chosen for sm_80 respects
+# consumer GPUs of all generations have the shared memory of sm_86, which suffices for the choices made for sm_80
 OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
-# where kernels are interpreted
+# target of interpreted kernels
 INTERPRETER = "interpreter"
 _logger = logging.getLogger("hf_diffkv")
 _forced: str | None = None
@@ -37,12 +40,13 @@ _forced: str | None = None
 
 @dataclass(frozen=True)
 class Device:
-    """What launchers choose sizes and constants by.
+    """Properties of a device by which launchers choose sizes and constants.
 
     Attributes:
         target: `sm_80`, `sm_90`, `sm_100`, `gfx942` or `INTERPRETER`.
-        processors: multiprocessors; the interpreter runs one program after the other.
-        registers, shared: of each multiprocessor, shared memory in bytes; on NVIDIA devices only.
+        processors: number of multiprocessors; 1 for the interpreter, which runs programs one by one.
+        registers: number of registers per multiprocessor; NVIDIA devices only.
+        shared: bytes of shared memory per multiprocessor; NVIDIA devices only.
     """
 
     target: str
@@ -51,19 +55,19 @@ class Device:
     shared: int = 164 << 10
 
 
-# what launchers take every tensor to be on, where launches are noted and not run (tools/kernels)
+# device that launchers assume for every tensor while launches are only recorded (tools/kernels)
 _assumed: Device | None = None
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Runs every op on one backend within the block, whatever the device; for tests and comparisons.
+    """Runs every op on one backend inside the `with` block, regardless of the device; for tests and comparisons.
 
-    Where a backend has no form of an op, dtype or precision, the reference runs.
+    The reference runs if the backend does not support an op, dtype or precision.
 
     Raises:
         ValueError: `name` is not in `BACKENDS`.
-        ImportError: it is "kernels", and Triton is not installed.
+        ImportError: `name` is "kernels" and Triton is not installed.
     """
     global _forced
     if name not in BACKENDS:
@@ -78,7 +82,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def choose(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> str:
-    """Which of `BACKENDS` runs ops on keys and values of `dtype` on `device`, stored as `tiers` say."""
+    """Returns the one of `BACKENDS` that runs ops for a model of `dtype` on `device` with pages of `tiers`."""
     if use_kernels(device, dtype):
         return KERNELS
     wanted = device.type == "cpu" if _forced is None else _forced == NATIVE
@@ -86,35 +90,37 @@ def choose(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> str:
 
 
 def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ops on keys and values of `dtype` on `device` run the Triton kernels."""
+    """Returns whether ops on keys and values of `dtype` on `device` run as Triton kernels."""
     if _forced is not None:
         return _forced == "kernels"
     return device.type == "cuda" and dtype != torch.float64 and _has_triton() and _fits(device)
 
 
 def is_forced(name: str) -> bool:
-    """Whether `use_backend(name)` is in force."""
+    """Returns whether `use_backend(name)` is active."""
     return _forced == name
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype arithmetic runs in for a model of `dtype`."""
+    """Returns the compute dtype for a model of `dtype`: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """`x` with elements of the last dimension next to each other."""
+    """Returns `x`, copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def device_of(device: torch.device) -> Device:
-    """What kernels are launched on for tensors on `device`."""
+    """Returns the properties of the GPU that runs kernels for tensors on `device`."""
     return _real_device(device) if _assumed is None else _assumed
 
 
 def without_autocast(op: Callable) -> Callable:
-    """For ops whose first argument is a tensor or `LayerRows`: they choose the dtypes they compute in, so autocast is
-    off inside."""
+    """Decorates an op to run without autocast, because ops choose their compute dtypes themselves.
+
+    The op's first argument must be a tensor or `LayerRows`.
+    """
 
     @wraps(op)
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +134,9 @@ def without_autocast(op: Callable) -> Callable:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict[str, object], **more: object) -> None:
-    """Launches a Triton kernel with those of `given` that it has parameters for, and with all of `more`.
+    """Launches a Triton kernel with the entries of `given` that it has parameters for, and with all of `more`.
 
-    Triton launches on the current device, which need not be where a layer lives.
+    Triton launches on the current device, so `device` is made current.
     """
     taken = {name: given[name] for name in kernel.arg_names if name in given}
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -138,7 +144,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict
 
 
 def row_arguments(rows: LayerRows) -> dict[str, object]:
-    """A layer's rows as the kernels that store or move tokens name them."""
+    """Returns a layer's rows as arguments of the kernels that store or move tokens."""
     names = ("high_count", "low_count", "window_key", "window_value", "window_score", "window_start", "sink_end")
     free_list, (high, low) = rows.free_list, rows.tiers
     return {
@@ -170,7 +176,7 @@ def _real_device(device: torch.device) -> Device:
 
 @cache
 def _has_triton() -> bool:
-    """Whether Triton is there and new enough; says so once if not."""
+    """Returns whether Triton is installed and recent enough; logs once if not."""
     if importlib.util.find_spec("triton") is None:
         _logger.warning(
             "Triton is not installed, which the kernels need; the cache runs in PyTorch, which is slower (%s)", INSTALL
@@ -192,7 +198,7 @@ def _has_triton() -> bool:
 
 @cache
 def _fits(device: torch.device) -> bool:
-    """Whether the kernels run on a device of type "cuda"; says so once if not."""
+    """Returns whether the kernels run on a device of type "cuda"; logs once if not."""
     if torch.version.hip:
         target = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         if target not in AMD_TARGETS:

@@ -1,13 +1,13 @@
-"""Loading packed rows of codes, and unpacking them in registers (Triton).
+"""Triton helpers that load packed rows of codes and unpack them in registers.
 
-Rows are packed as `pages/layout.py` says, so one packed tile becomes as many as there are bit planes and nothing is
-shuffled. Codes of several fields become the four quarters of a row, from tiles of each field.
+Rows are packed as in `pages/layout.py`, so one packed tile unpacks into one tile per bit plane, without shuffles. Codes
+of several fields unpack into the four quarters of a row, from tiles of each field.
 
-MODE 0 (`PORTABLE`) uses shifts and casts: the interpreter, AMD, float32 operands. MODE 1 (`PTX`) builds fp16 numbers
-from bits: a code OR-ed into the mantissa of 2^(10 - shift) reads as that power of two plus the code. Keys keep this
-bias, which the caller takes off the logit (`code_bias`). Values do not: over thousands of tokens a biased accumulator
-would cost more than quantisation does. In decode attention they are the mantissas of subnormal numbers, which no
-power of two must be taken off (`code_unit`), elsewhere they lose the bias at once.
+MODE 0 (`PORTABLE`) uses shifts and casts; it serves the interpreter, AMD devices and float32 operands. MODE 1 (`PTX`)
+builds fp16 numbers from bits: a code OR-ed into the mantissa of 2^(10 - shift) reads as that power of two plus the
+code. Keys keep this bias, which the caller subtracts from the logit (`code_bias`). Values do not, because over
+thousands of tokens a biased accumulator would lose more precision than quantisation does. In decode attention, codes of
+values are mantissas of subnormal numbers, which have no bias (`code_unit`). Elsewhere the bias is subtracted at once.
 """
 
 from __future__ import annotations
@@ -22,50 +22,51 @@ from ..precision import CODE_BITS
 
 PORTABLE = 0
 PTX = 1
-# what unpacked codes are: with their `code_bias`, themselves, or times their `code_unit`
+# forms of unpacked codes: plus their `code_bias`, exact, or times their `code_unit`
 BIASED, EXACT, SUBNORMAL = FORMS = tuple(map(tl.constexpr, range(3)))
 BYTES = 0x01010101
 HALVES = 0x00010001
-# tiles that quarters of a row are unpacked from, by the bits of a field: halves of a plane, a plane, two planes
+# number of tiles from which quarters of a row are unpacked, by the bits of a field
 FIELD_WORDS = {4: 2, 2: 1, 1: 2}
 
-# of the function that is cached, as Triton reads its code
+# the uncached function, because Triton reads its code
 fields = triton.constexpr_function(layout.fields.__wrapped__)
 
 
 @triton.constexpr_function
 def below(bits, index):
-    """Bits of the fields below one."""
+    """Returns the total bits of the fields below field `index`."""
     return sum(fields(bits)[:index])
 
 
 @triton.constexpr_function
 def pieces(bits):
-    """Equal pieces that a row is unpacked into: the planes of one field, quarters where codes have several."""
+    """Returns the number of equal pieces that a row unpacks into: planes of a single field, or quarters for several."""
     return 4 if len(fields(bits)) > 1 else max(1, 8 // bits)
 
 
 @triton.constexpr_function
 def words(bits, count=None):
-    """Words that `assembly` takes, or those of the first `count` fields."""
+    """Returns the number of words that `assembly` takes, or the words of the first `count` fields."""
     return sum(FIELD_WORDS[field] for field in fields(bits)[:count]) if len(fields(bits)) > 1 else 1
 
 
 @triton.constexpr_function
 def mantissa_bit(bits, piece):
-    """Where `assembly` leaves the lowest bits of the codes of a piece."""
+    """Returns the mantissa bit at which `assembly` leaves the lowest bit of a piece's codes."""
     if len(fields(bits)) == 1:
         return bits * piece
-    # two quarters of few bits share a byte; else a last quarter is left where its last field is
+    # two quarters of few bits share a byte; otherwise the last quarters stay where their last field is
     return 4 * (piece // 2) if bits <= 4 else max(0, 2 * piece - below(bits, len(fields(bits)) - 1))
 
 
 def assembly(bits: int, form: int, chosen: Sequence[int]) -> str:
-    """PTX that turns words of four packed bytes into two words of two fp16 for each of the `chosen` pieces.
+    """Returns PTX that turns words of four packed bytes into two words of two fp16 for each of the `chosen` pieces.
 
-    Of codes of one field it takes one word; of several, for each: of 4 bits for the even quarters and for the odd ones,
-    of 2 bits one, of 1 bit for the first and the second half of a quarter, zeros in the other half. prmt spreads bytes
-    over 16-bit halves; lop3 with 0xEA is (a & b) | c, with 0xE4 it is a where c is set, else b.
+    Codes of a single field take one word. Codes of several fields take words for each field: a 4-bit field one for the
+    even quarters and one for the odd ones, a 2-bit field one, and a 1-bit field one for each half of a quarter, with
+    zeros in the other half. prmt spreads bytes over 16-bit halves. lop3 with 0xEA is (a & b) | c; with 0xE4 it selects
+    a where c is set, otherwise b.
     """
     inputs = [f"${2 * len(chosen) + word}" for word in range(words(bits))]
     lines = [".reg .b32 low, high, bias, bits, upper, joined;"]
@@ -91,10 +92,10 @@ def assembly(bits: int, form: int, chosen: Sequence[int]) -> str:
 
 
 def _join(bits: int, piece: int, inputs: Sequence[str]) -> list[str]:
-    """Moves the fields of a quarter's codes together, to "joined".
+    """Returns PTX that joins the fields of a quarter's codes in the register "joined".
 
-    What is taken of a word is so for two quarters, as the assembler then takes it once: with few bits both codes end up
-    in a byte, otherwise what is of the other quarter falls on bits that are replaced.
+    Bits are extracted for two quarters together, so that the assembler merges the instructions. With few bits both
+    codes end up in one byte; otherwise the other quarter's bits land on bits that are replaced.
     """
     start, lines = mantissa_bit(bits, piece), []
     for index, field in enumerate(fields(bits)):
@@ -118,24 +119,27 @@ def _join(bits: int, piece: int, inputs: Sequence[str]) -> list[str]:
 
 
 def _spread(words: Sequence[str], source: str, upper_byte: int) -> list[str]:
-    """Bytes 0 and 1 to the halves of the first word, 2 and 3 to those of the second."""
+    """Returns PTX that spreads bytes 0 and 1 over the halves of the first word, 2 and 3 over those of the second."""
     selectors = ("0x4140", "0x4342")
     return [f"prmt.b32 {word}, {source}, {upper_byte * BYTES:#010x}, {s};" for word, s in zip(words, selectors)]
 
 
 def _pick(words: Sequence[str], mask: int, magic: int) -> list[str]:
-    """The masked bits of both halves of "low" and "high", with the bits of a power of two."""
+    """Returns PTX that combines the masked bits of both halves of "low" and "high" with the bits of a power of two."""
     operands = f"{mask * HALVES:#010x}, {magic * HALVES:#010x}, 0xEA;"
     return [f"lop3.b32 {word}, {source}, {operands}" for word, source in zip(words, ("low", "high"))]
 
 
 @triton.constexpr_function
 def constraints(bits, count):
-    """Register constraints of `assembly` for so many pieces: no output may share an input's register but the last."""
+    """Returns the register constraints of `assembly` for `count` pieces.
+
+    Only the last output may share an input's register.
+    """
     return "=&r," * (2 * count - 1) + "=r" + ",r" * words(bits)
 
 
-# constants, which Triton has in the key of what it compiled
+# constants, which are part of Triton's cache key
 _ALONE = tl.constexpr(
     [
         {bits: [assembly(bits, form, (i,)) for i in range(pieces(bits))] for bits in CODE_BITS}
@@ -164,31 +168,31 @@ def half_types(count):
 
 @triton.constexpr_function
 def code_bias(bits, piece, mode):
-    """What `BIASED` unpacking adds to every code of a piece."""
+    """Returns the bias that `BIASED` unpacking adds to every code of a piece."""
     return 0.0 if mode == 0 else 1024.0 / 2 ** mantissa_bit(bits, piece)
 
 
 @triton.constexpr_function
 def code_unit(bits, piece, mode):
-    """What a code of 1 of a piece becomes by `SUBNORMAL` unpacking, a power of two."""
+    """Returns the number that `SUBNORMAL` unpacking makes of a piece's code of 1, a power of two."""
     return 1.0 if mode == 0 else 2.0 ** (mantissa_bit(bits, piece) - 24)
 
 
 @triton.jit
 def unpack(packed, BITS: tl.constexpr, FORM: tl.constexpr, HERE: tl.constexpr, MODE: tl.constexpr,
            DTYPE: tl.constexpr):  # fmt: skip
-    """Tuple of the pieces of a row, as DTYPE; fp16 in PTX mode, which takes tiles of a multiple of 4 bytes.
+    """Unpacks a row into a tuple of pieces, as DTYPE, or as fp16 in PTX mode.
+
+    PTX mode needs tiles of a multiple of 4 bytes. Without HERE, every piece has its own assembly, because Triton 3.8
+    gives only one result of an assembly the layout of a matrix operand; the assembler merges the common instructions.
+    With HERE, the assembly is declared impure, which keeps Triton from moving the change of layout.
 
     Args:
-        packed: uint8 [tokens, lanes], a tuple of as many as `assembly` takes words.
-
-        FORM: `BIASED`, `EXACT` or `SUBNORMAL`; they differ in PTX mode.
-        HERE: whether they are unpacked in the layout they were loaded in, and what is unpacked may change threads.
-            Otherwise Triton moves the change of layout ahead of them, so that every thread unpacks what it multiplies;
-            worth it where that is four bytes or more in one place.
-
-    Every piece has its own assembly then, as Triton 3.8 gives only one result of an assembly the layout of a matrix
-    operand; the assembler merges what they share. HERE, the assembly is declared impure, which keeps Triton from it.
+        packed: tuple of uint8 [tokens, lanes], one for each word that `assembly` takes.
+        FORM: `BIASED`, `EXACT` or `SUBNORMAL`; they differ in PTX mode only.
+        HERE: whether to unpack in the layout of the loaded tiles, so that unpacked codes may change threads. Otherwise
+            Triton moves the change of layout ahead of unpacking, and every thread unpacks the codes that it multiplies.
+            That pays off if these are four or more consecutive bytes.
     """
     COUNT: tl.constexpr = pieces(BITS)
     if MODE == 0:
@@ -212,7 +216,7 @@ def unpack(packed, BITS: tl.constexpr, FORM: tl.constexpr, HERE: tl.constexpr, M
 
 @triton.jit
 def portable_piece(packed, PIECE: tl.constexpr, BITS: tl.constexpr):
-    """Codes of one piece as uint8."""
+    """Returns the codes of one piece as uint8."""
     COUNT: tl.constexpr = len(fields(BITS))
     if COUNT == 1:
         code = packed[0] >> (BITS * PIECE) if PIECE > 0 else packed[0]
@@ -226,7 +230,7 @@ def portable_piece(packed, PIECE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def portable_field(packed, PIECE: tl.constexpr, FIELD: tl.constexpr, FIRST: tl.constexpr):
-    """One field of the codes of a quarter, packed in the words from FIRST on."""
+    """Returns one field of a quarter's codes, which is packed in the words from FIRST on."""
     if FIELD == 4:
         field = packed[FIRST + PIECE % 2] >> (PIECE // 2 * 4)
     else:
@@ -238,10 +242,11 @@ def portable_field(packed, PIECE: tl.constexpr, FIELD: tl.constexpr, FIRST: tl.c
 
 @triton.jit
 def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr = ""):
-    """Rows at pointers [tokens] as a tile [tokens, lanes] of the elements `lane`, zeros where one does not exist.
+    """Loads the elements `lane` of rows at pointers [tokens] as a tile [tokens, lanes], zero if they do not exist.
 
-    FULL: all exist; loads without a mask are wider. EVICT: when the cache of the device may forget them,
-    "evict_first" for what is read once.
+    Args:
+        FULL: whether all elements exist; loads without a mask are wider.
+        EVICT: eviction policy, "evict_first" for data that is read once.
     """
     if FULL:
         return tl.load(pointer[:, None] + lane[None, :], eviction_policy=EVICT)
@@ -252,10 +257,14 @@ def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr = 
 @triton.jit
 def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
                HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, EVICT: tl.constexpr = ""):  # fmt: skip
-    """Codes of packed rows of DIM elements, a tuple of [tokens, lanes] for the `pieces`; see `unpack`, `load_lanes`.
+    """Loads codes of packed rows of DIM elements as a tuple of [tokens, lanes] for the `pieces`.
+
+    Other arguments as in `unpack` and `load_lanes`.
 
     Args:
-        rows: uint8 pointers [tokens]. lane, exists: which elements of each piece, and whether they exist.
+        rows: uint8 pointers [tokens].
+        lane: index of each element within its piece.
+        exists: True for elements that exist.
     """
     COUNT: tl.constexpr = len(fields(BITS))
     if COUNT == 1:
@@ -270,9 +279,9 @@ def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: 
 
 @triton.jit
 def load_field(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, EVICT: tl.constexpr):
-    """What the quarters of a field of codes of several are unpacked from, see `assembly`."""
+    """Loads the tiles from which `assembly` unpacks one field of codes of several fields."""
     if BITS == 1:
-        # the planes of one bit are halves of quarters: each half in a tile of its own, with zeros in the other
+        # one-bit planes are halves of quarters: each half is loaded into its own tile, with zeros in the other half
         HALF: tl.constexpr = DIM // 8
         first = load_lanes(rows, lane, lane < HALF, False, EVICT)
         return (first, load_lanes(rows - HALF, lane, exists & (lane >= HALF), False, EVICT))
@@ -285,10 +294,12 @@ def load_field(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: 
 
 @triton.jit
 def gather_codes(rows, element, mask, BITS: tl.constexpr, DIM: tl.constexpr):
-    """Codes of any elements (int, any shape) of packed rows of DIM elements as int32.
+    """Loads codes of arbitrary elements of packed rows of DIM elements, as int32.
 
     Args:
-        rows: uint8 pointers that broadcast with `element`, as `mask` does, which may be None.
+        rows: uint8 pointers, broadcastable with `element`.
+        element: index of each element, int of any shape.
+        mask: True for elements to load, broadcastable with `element`; None loads all.
     """
     codes = gather_field(rows, element, mask, fields(BITS)[0], DIM)
     for index in tl.static_range(1, len(fields(BITS))):
@@ -309,7 +320,7 @@ def gather_field(rows, element, mask, BITS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def stack_pieces(tiles, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT tiles [tokens, lanes] of a tuple one behind the other: [tokens, COUNT * lanes]."""
+    """Concatenates COUNT tiles [tokens, lanes] of a tuple, from FIRST on, to [tokens, COUNT * lanes]."""
     if COUNT == 1:
         return tiles[FIRST]
     else:

@@ -1,6 +1,6 @@
-"""The numbers of narrow pages, bit for bit as in `segments.py`, and reading and writing those of any page (Triton).
+"""Triton helpers for metadata, scores and positions of pages, bit for bit as in `segments.py`.
 
-BYTES is what a score or position, or the metadata of a group, takes: 2 in narrow pages, 4 in wide ones.
+BYTES is the size of a score, a position or a group's metadata: 2 in narrow pages, 4 in wide ones.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MIX_FACTOR = tl.constexpr(segments.MIX_FACTOR)
 
 @triton.constexpr_function
 def zero_factor(bits):
-    """What a zero point's 6 bits are multiplied with, beside the scale; all three products are exact."""
+    """Returns the factor of a zero point's 6 bits besides the scale; all products are exact."""
     return -segments.ZERO_STEP * (2**bits - 1)
 
 
 @triton.jit
 def load_metadata(pointer, BYTES: tl.constexpr, BITS: tl.constexpr):
-    """(scale, zero) in float32 of groups of codes of BITS bits.
+    """Loads (scale, zero) of groups of codes of BITS bits, float32.
 
     Args:
         pointer: uint8 pointers, aligned to BYTES, of any shape.
@@ -41,7 +41,7 @@ def load_metadata(pointer, BYTES: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_words(pointer, mask, BYTES: tl.constexpr):
-    """What `metadata_of` takes: uint16 or uint32; `mask` may be None."""
+    """Loads the words for `metadata_of`, uint16 or uint32; `mask` may be None."""
     if BYTES == 2:
         return tl.load(pointer.to(tl.pointer_type(tl.uint16)), mask=mask)
     else:
@@ -58,7 +58,7 @@ def metadata_of(word, BYTES: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def pair_of(word):
-    """From uint32: fp16 scale in the low half, fp16 zero point in the high half."""
+    """Returns scale and zero point from uint32: an fp16 scale in the low half, an fp16 zero point in the high half."""
     scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return scale.to(tl.float32), zero.to(tl.float32)
@@ -66,30 +66,30 @@ def pair_of(word):
 
 @triton.jit
 def scale_and_zero(word, BITS: tl.constexpr):
-    """From uint16."""
+    """Returns scale and zero point from uint16."""
     word = word.to(tl.uint32)
     scale = scale_of(word >> 6)
-    # the number whose bits these are is 2^23 and the 6 bits, which costs less than a conversion
+    # as a float these bits are 2^23 plus the 6 bits, which is cheaper than a conversion
     levels = ((word & ZERO_LEVELS) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     return scale, levels * scale * zero_factor(BITS)
 
 
 @triton.jit
 def scale_of(code):
-    """float32 from the 10 bits of a scale, an integer."""
+    """Returns the float32 scale with the given 10 bits, an integer."""
     return (code << 5).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def narrow_metadata(low, high, BITS: tl.constexpr):
-    """uint16 of groups with the elements [low, high]."""
+    """Returns 16-bit metadata of groups with the smallest and largest elements `low` and `high`."""
     LEVELS: tl.constexpr = 2**BITS - 1
     low = tl.minimum(low, 0.0)
     high = tl.maximum(high, 0.0)
     half = tl.div_rn(high - low, tl.zeros_like(low) + LEVELS).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
     scale = tl.minimum((half + 0xF + ((half >> 5) & 1)) >> 5, LARGEST_SCALE)
     covered = scale_of(scale) * LEVELS
-    # a quotient, to which nothing is multiplied: no addition may be fused with it
+    # the division comes last, so that no addition can be fused with a product
     zero = tl.div_rn((covered - (low + high)) * HALF_LEVELS, tl.where(covered == 0.0, 1.0, covered))
     zero = tl.minimum(tl.maximum((zero + 12582912.0) - 12582912.0, 0.0), ZERO_LEVELS)
     zero = tl.where(covered == 0.0, 0.0, zero).to(tl.int32)
@@ -98,7 +98,7 @@ def narrow_metadata(low, high, BITS: tl.constexpr):
 
 @triton.jit
 def score_noise(index, length, TIER: tl.constexpr):
-    """13 random bits, int32, for tokens by index within row and tier (int32) and by the row's length (scalar)."""
+    """Returns 13 random bits, int32, from a token's index within row and tier (int32) and the row's length (scalar)."""
     mixed = index.to(tl.uint32) * INDEX_FACTOR + (2 * length.to(tl.uint32) + TIER) * LENGTH_FACTOR
     mixed = (mixed ^ (mixed >> 15)) * MIX_FACTOR
     return (mixed >> NOISE_SHIFT).to(tl.int32)
@@ -106,21 +106,21 @@ def score_noise(index, length, TIER: tl.constexpr):
 
 @triton.jit
 def score_of(code):
-    """float32 from the bits of uint16."""
+    """Returns float32 scores from uint16 bits."""
     code = code.to(tl.int32)
     return tl.where(code == 0, 0, (code << SCORE_SHIFT) + SCORE_BASE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def narrow_score(score, noise):
-    """uint16 of float32 scores; `noise` are 13 bits, int32."""
+    """Rounds float32 scores to uint16 bits; `noise` is 13 bits, int32."""
     code = (score.to(tl.int32, bitcast=True) + noise - SCORE_BASE) >> SCORE_SHIFT
     return tl.minimum(tl.maximum(code, 0), LARGEST_SCORE).to(tl.uint16)
 
 
 @triton.jit
 def load_scores(segment, slot, mask, BYTES: tl.constexpr):
-    """float32 scores of slots; segment: uint8 pointers to those of their pages. 0 where `mask` is not set."""
+    """Loads the float32 scores of slots, 0 where `mask` is False; `segment` is uint8 pointers to the pages' scores."""
     if BYTES == 2:
         return score_of(tl.load(segment.to(tl.pointer_type(tl.uint16)) + slot, mask=mask, other=0))
     else:
@@ -129,7 +129,7 @@ def load_scores(segment, slot, mask, BYTES: tl.constexpr):
 
 @triton.jit
 def store_scores(segment, slot, score, mask, BYTES: tl.constexpr):
-    """The inverse, for first scores: those of 2 bytes are rounded to the nearest."""
+    """Stores the first scores of slots; scores of 2 bytes are rounded to nearest."""
     if BYTES == 2:
         bits = score.to(tl.int32, bitcast=True)
         noise = BELOW_HALF + ((bits >> SCORE_SHIFT) & 1)
@@ -140,7 +140,7 @@ def store_scores(segment, slot, score, mask, BYTES: tl.constexpr):
 
 @triton.jit
 def load_positions(segment, slot, mask, BYTES: tl.constexpr):
-    """int32 positions of slots, likewise."""
+    """Loads the int32 positions of slots, 0 where `mask` is False."""
     if BYTES == 2:
         return tl.load(segment.to(tl.pointer_type(tl.uint16)) + slot, mask=mask, other=0).to(tl.int32)
     else:

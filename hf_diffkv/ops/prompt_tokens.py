@@ -1,4 +1,4 @@
-"""What the ops that store a prompt by kernels take beside a layer's rows: its new tokens, and how they are held."""
+"""Arguments of the ops that store a prompt by kernels: its new tokens, and the form in which they are stored."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class PromptTokens:
     """New tokens of every request.
 
     Attributes:
-        key, value: of the model, [batch, heads, tokens, dim].
-        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
-        count: int64 [batch], real tokens; None with `rank`.
+        key, value: key and value states of the model, [batch, heads, tokens, dim].
+        rank: number of real tokens before each, int32 [batch, tokens], -1 for padding; None if all are real.
+        count: number of real tokens, int64 [batch]; None if `rank` is.
     """
 
     key: Tensor
@@ -27,15 +27,15 @@ class PromptTokens:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """How a layer holds its new tokens.
+    """Form in which a layer stores its new tokens.
 
     Attributes:
-        window: tokens that a window holds beside sinks.
-        limit: magnitude up to which elements, as they are held, can be stored; rotated tokens by their norms.
-        rotation: of keys and values on their way; None leaves channels as they are.
-        centers: whether offsets are fixed where a row's first token leaves its window (store/forms.py).
-        feedback: [batch * heads, key_dim, key_dim] that quantised keys are rounded with (ops/rounding); None rounds
-            each element for itself.
+        window: number of tokens that a window holds besides sinks.
+        limit: largest magnitude of a stored element; with a rotation, largest norm of a token.
+        rotation: rotations of keys and values; None leaves the channels unchanged.
+        centers: whether to fix the offset of rows whose first token leaves the window (store/forms.py).
+        feedback: matrices by which quantised keys are rounded (ops/rounding), [batch * heads, key_dim, key_dim]; None
+            rounds each element to the nearest code.
     """
 
     window: int
@@ -46,10 +46,10 @@ class Placement:
 
     @property
     def key_rotation(self) -> Tensor | None:
-        """As `rotate` takes it."""
+        """Rotation of keys, an argument of `rotate`; None without one."""
         return None if self.rotation is None else self.rotation.key
 
     @property
     def value_rotation(self) -> Tensor | None:
-        """As `rotate` takes it."""
+        """Rotation of values, an argument of `rotate`; None without one."""
         return None if self.rotation is None else self.rotation.value

@@ -1,5 +1,8 @@
-"""Rotated keys and values: a Hadamard matrix with random signs spreads what a few channels hold over all of them, so
-that few bits do (QuaRot, NeurIPS 2024; KV caches rotated likewise by SAW-INT4)."""
+"""Rotation of keys and values by a Hadamard matrix with random signs.
+
+It spreads outlier channels over all channels, so that few bits suffice (QuaRot, NeurIPS 2024; SAW-INT4 rotates KV
+caches likewise).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from torch import Tensor
 
 from .backend import compute_dtype, use_kernels, without_autocast
 
-# elements at a time of what is computed in float32
+# elements that are converted to float32 at a time
 FLOAT_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The matrices that keys (and queries) and values are rotated with, contiguous, as `rotate` takes them."""
+    """Contiguous matrices that rotate keys (and queries) and values, arguments of `rotate`."""
 
     key: Tensor
     value: Tensor
@@ -26,11 +29,11 @@ class Rotation:
 @cache
 @torch.inference_mode(False)
 def rotation_matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Orthonormal [dim, dim]: `x @ matrix` rotates, `y @ matrix.mT` rotates back.
+    """Returns an orthonormal matrix [dim, dim]: `x @ matrix` rotates, `y @ matrix.mT` rotates back.
 
-    Sylvester's Hadamard matrices of the largest power of two that divides `dim`, one for each block of so many
-    channels, behind a sign for each channel. It is the same everywhere: saved caches depend on it. Made once per
-    process and device, for all caches.
+    It first applies a sign to each channel, then Sylvester's Hadamard matrix to each block of channels; the size of a
+    block is the largest power of two that divides `dim`. The matrix must never change, because saved caches depend on
+    it. It is created once per process and device, for all caches.
     """
     size = dim & -dim
     block = torch.ones(1, 1, dtype=torch.float64, device="cpu")
@@ -42,7 +45,7 @@ def rotation_matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _signs(count: int) -> list[float]:
-    """The top bits of a linear congruential generator (the constants are Knuth's, MMIX) that starts at 1."""
+    """Returns signs from the top bits of a linear congruential generator (Knuth's MMIX constants) that starts at 1."""
     state, signs = 1, []
     for _ in range(count):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -52,12 +55,12 @@ def _signs(count: int) -> list[float]:
 
 @without_autocast
 def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) -> Tensor:
-    """tensor @ matrix - offset, rounded once.
+    """Returns tensor @ matrix - offset, rounded once.
 
     Args:
-        tensor: [batch, heads, tokens, dim].
-        matrix: a `rotation_matrix` or its transpose, in the dtype of the computation; None leaves channels as they are.
-        offset: [batch, heads, dim] likewise; None is zero.
+        tensor: tensor to rotate, [batch, heads, tokens, dim].
+        matrix: `rotation_matrix` or its transpose, in the compute dtype; None leaves the channels unchanged.
+        offset: offset to subtract, [batch, heads, dim] in the compute dtype; None subtracts nothing.
     """
     if matrix is None and offset is None:
         return tensor
@@ -76,7 +79,7 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
 
 
 def tokens_at_once(tensor: Tensor) -> int:
-    """How many tokens of [batch, heads, tokens, dim] are to be computed with in float32 at a time."""
+    """Returns the number of tokens of [batch, heads, tokens, dim] to convert to float32 at a time."""
     return max(1, FLOAT_ELEMENTS // max(1, tensor[:, :, :1].numel()))
 
 
@@ -91,13 +94,13 @@ def _rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None) -> Ten
 
 @without_autocast
 def center_windows(window_key: Tensor, held: Tensor, offset: Tensor, due: Tensor) -> None:
-    """Takes the mean off all keys of rows that are in the window as a whole, and adds it to their offset.
+    """Subtracts the mean key of rows that are entirely in the window from their keys, and adds it to their offset.
 
     Args:
-        window_key: [..., batch, heads, slots, dim], changed in place.
-        held: bool [..., batch, slots], where a token stands.
-        offset: [..., batch, heads, dim] in the dtype of the computation, changed in place.
-        due: bool [..., batch], requests this is for; the others stay as they are.
+        window_key: keys of the windows, [..., batch, heads, slots, dim], updated in place.
+        held: True for slots that hold a token, bool [..., batch, slots].
+        offset: offsets of the keys, [..., batch, heads, dim] in the compute dtype, updated in place.
+        due: True for requests to centre, bool [..., batch]; the others do not change.
     """
     keys = window_key.to(offset.dtype)
     mean = keys.masked_fill(~held[..., None, :, None], 0.0).sum(-2) / held.sum(-1).clamp(min=1)[..., None, None]

@@ -1,4 +1,4 @@
-"""Rotating tokens in one launch (Triton). Tiles are those of `quantize/kernels.py`, [tokens, planes, WIDTH]."""
+"""Triton kernel that rotates tokens in one launch. Tiles are [tokens, planes, WIDTH], as in `quantize/kernels.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INNER = 32
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """float32 `x` as the model's dtype holds it."""
+    """Returns float32 `x` rounded to the model's dtype."""
     bits = stored_bits(x, DTYPE)
     if DTYPE == tl.bfloat16:
         out = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -33,11 +33,12 @@ def rounded(x, DTYPE: tl.constexpr):
 @triton.jit
 def rotated_tile(rows, active, matrix, inner_stride, column_stride, ROOT: tl.constexpr, DIM: tl.constexpr,
                  BITS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
-    """Rotates tokens: a tile in float32, and the sum of the squares of each, float32 [tokens].
+    """Rotates tokens; returns a float32 tile and each token's sum of squares, float32 [tokens].
 
     Args:
-        rows: pointers [tokens]. matrix: float32 [DIM, DIM] of -1 / ROOT, 0 and 1 / ROOT, with the strides given.
-        OPERAND: dtype in which signs and elements, which it holds exactly, are multiplied.
+        rows: pointers to the tokens, [tokens].
+        matrix: float32 [DIM, DIM] with entries -1 / ROOT, 0 and 1 / ROOT, with the strides given.
+        OPERAND: dtype in which signs and elements are multiplied; it must hold both exactly.
     """
     dim, exists = tile_dims(DIM, BITS, WIDTH)
     PLANES: tl.constexpr = dim.shape[1]
@@ -67,11 +68,12 @@ def rotate_kernel(
     ROOT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch * heads, cdiv(tokens, BLOCK)).
+    """Rotates BLOCK tokens of one head. Grid: (batch * heads, cdiv(tokens, BLOCK)).
 
     Args:
-        tensor: [batch, heads, tokens, DIM] with the strides given; output: the same, contiguous.
-        offset: float32 [batch * heads, DIM], what is taken off, or None.
+        tensor: [batch, heads, tokens, DIM], with the strides given.
+        output: contiguous [batch, heads, tokens, DIM].
+        offset: offset to subtract, float32 [batch * heads, DIM], or None.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -87,7 +89,7 @@ def rotate_kernel(
 
 
 def rotate(tensor: Tensor, matrix: Tensor, offset: Tensor | None) -> Tensor:
-    """`ops.rotation.rotate` by a matrix of `rotation_matrix` or its transpose, in one launch."""
+    """Rotates as `ops.rotation.rotate`, by a `rotation_matrix` or its transpose, in one launch."""
     batch, heads, tokens, dim = tensor.shape
     output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if output.numel() == 0:
@@ -116,10 +118,10 @@ def rotate(tensor: Tensor, matrix: Tensor, offset: Tensor | None) -> Tensor:
 
 
 def block_tokens(widest: int) -> int:
-    """Tokens of a tile of `widest` channels: as many as matrix products take, and no more than registers hold."""
+    """Returns the tokens of a tile of `widest` channels: enough for matrix products, few enough for registers."""
     return max(16, min(64, TILE_ELEMENTS // triton.next_power_of_2(widest)))
 
 
 def root(dim: int) -> float:
-    """By which a rotation's elements become signs; see `ops/rotation.py`."""
+    """Returns the factor that turns a rotation's entries into signs; see `ops/rotation.py`."""
     return float(dim & -dim) ** 0.5

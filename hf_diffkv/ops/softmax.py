@@ -1,4 +1,4 @@
-"""What attention makes of its logits, and what tokens receive from several attentions of one new token."""
+"""Softmax parameters of a layer, and the attention that tokens receive from several layers for one new token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """The same for all queries of a layer.
+    """Softmax parameters, common to all queries of a layer.
 
     Attributes:
-        scaling: factor on the logits.
-        softcap: logits become softcap * tanh(logits / softcap); None leaves them as they are.
-        sinks: [query_heads], logits of attention sinks (one extra softmax column each); None without any.
+        scaling: factor of the logits.
+        softcap: cap of the logits, which become softcap * tanh(logits / softcap); None for no cap.
+        sinks: logits of attention sinks (one extra softmax column each), [query_heads]; None without any.
     """
 
     scaling: float
@@ -24,12 +24,12 @@ class Softmax:
 
 @dataclass
 class Held:
-    """Attentions of the same tokens by several layers of the model, whose query heads count as one group.
+    """Accumulator of the attention to the same tokens by several layers, whose query heads count as one group.
 
     Attributes:
-        last: whether the next attention is the last one; it alone changes the sums.
-        received: the maximum so far, None before the first attention: in the reference a tensor for each piece of the
-            work, in the kernels float32 [rows, positions], laid out like their logits.
+        last: whether the next layer is the last one, which alone updates the sums.
+        received: maximum so far; None before the first layer. A list with one tensor per part of the work in the
+            reference, a float32 [rows, positions] tensor in the layout of the logits in the kernels.
     """
 
     last: bool = False

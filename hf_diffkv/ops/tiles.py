@@ -1,4 +1,4 @@
-"""How work over ragged rows is bounded, and cut into pieces of equal size."""
+"""Bounds on ragged rows, and their division into tiles of equal size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TILE_TOKENS = 512
 
 @dataclass(frozen=True)
 class Tiles:
-    """Pieces of one tier's rows, each of `pages` consecutive pages.
+    """Tiles of one tier's rows, each of `pages` consecutive pages.
 
     Attributes:
-        row: int64 [tiles], the row a piece belongs to.
-        first: int64 [tiles], its first page within the row.
-        pages: pages per piece.
-        full: how many pieces, all of them in front, surely hold nothing but stored tokens.
+        row: row of each tile, int64 [tiles].
+        first: first page of each tile within its row, int64 [tiles].
+        pages: number of pages per tile.
+        full: number of leading tiles that are known to be filled with stored tokens.
     """
 
     row: Tensor
@@ -30,27 +30,30 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the host knows of the rows' lengths without asking the device.
+    """The host's upper bounds on the rows' lengths, which need no look at the device.
 
     Attributes:
-        max_tokens: no row holds more tokens, window included.
-        tiles: pieces covering all high and all low pages; None where another backend than the reference runs, which
-            reads the counts itself.
+        max_tokens: upper bound on the tokens of any row, window included.
+        tiles: tiles that cover all high and all low pages; None for backends other than the reference, which read the
+            counts themselves.
     """
 
     max_tokens: int
     tiles: tuple[Tiles, Tiles] | None = None
 
     def tensors(self) -> list[Tensor]:
-        """The device memory behind it."""
+        """Returns the tensors on the device."""
         return [] if self.tiles is None else [t for tile in self.tiles for t in (tile.row, tile.first)]
 
 
 def build_tiles(counts: np.ndarray, lookahead: int, capacity: int, device: torch.device) -> Tiles:
-    """Covers rows that hold at least `counts` (int [rows]) tokens, and at most `lookahead` more.
+    """Covers the pages of rows with tiles.
 
     Args:
+        counts: minimum number of tokens of each row, int [rows].
+        lookahead: maximum number of further tokens of each row.
         capacity: tokens per page.
+        device: device of the result.
     """
     page_counts = -(-(counts.astype(np.int64) + lookahead) // capacity)
     longest = int(page_counts.max(initial=0))

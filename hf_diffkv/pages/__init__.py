@@ -1,4 +1,4 @@
-"""Page format, pool, free list and page table. Knows nothing of attention, policy or Transformers."""
+"""Page format, page pool, free list and page table. Knows nothing of attention, policies or Transformers."""
 
 from .cuda_reserve import CudaReservation
 from .layout import PageLayout, TierLayout, fields

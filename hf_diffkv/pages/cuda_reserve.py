@@ -1,8 +1,8 @@
-"""Memory of a CUDA device that grows in place, by the driver's virtual memory management.
+"""CUDA memory that grows in place, through the driver's virtual memory management.
 
-Addresses are reserved once for as much as the device has; memory is mapped behind them as it is needed. What stands in
-it never moves, so a captured graph stays valid while the cache grows. PyTorch's allocator knows nothing of this memory:
-`mapped_bytes` and `peak_mapped_bytes` account for it.
+An address range as large as the device's memory is reserved once, and memory is mapped into it on demand. The contents
+never move, so a captured graph stays valid while the cache grows. PyTorch's allocator does not count this memory;
+`mapped_bytes` and `peak_mapped_bytes` do.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .reserve import GROWTH, RESERVATIONS, Reservation
 
 _OUT_OF_MEMORY = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
-# held while a stream is captured: to wait for a whole device would invalidate the capture, in whatever thread
+# held during stream capture: a device-wide synchronisation in any thread would invalidate the capture
 capture_lock = threading.Lock()
-# what nobody holds any more, but has not been given back yet
+# memory without an owner that has not been freed yet
 _dropped: list[tuple[Any, int, int, int, list[tuple[int, int, int]]]] = []
 _now: dict[int, int] = {}
 _peak: dict[int, int] = {}
 
 
 class CudaDriverError(RuntimeError):
-    """A call of the CUDA driver failed.
+    """Raised when a call of the CUDA driver fails.
 
     Attributes:
-        code: the driver's `CUresult`.
+        code: `CUresult` of the driver.
     """
 
     def __init__(self, name: str, code: int) -> None:
@@ -52,7 +52,7 @@ class _AllocationFlags(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's `CUmemAllocationProp`."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -64,21 +64,21 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's `CUmemAccessDesc`."""
 
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
 class DeviceMemory:
-    """Reserved addresses with memory mapped behind the first `mapped` bytes; given back when nobody holds the object.
+    """Reserved address range whose first `mapped` bytes have memory; freed when the object is collected.
 
     Args:
-        library: the CUDA driver, `ctypes.CDLL`.
-        index: of the device.
-        size: bytes of addresses.
+        library: CUDA driver, `ctypes.CDLL`.
+        index: index of the device.
+        size: size of the address range in bytes.
 
     Raises:
-        CudaDriverError: the driver refuses.
+        CudaDriverError: a call of the driver failed.
     """
 
     def __init__(self, library: Any, index: int, size: int) -> None:
@@ -95,7 +95,7 @@ class DeviceMemory:
         self.mapped = 0
         self._parts: list[tuple[int, int, int]] = []
         self._finalizer = weakref.finalize(self, _give_back, library, index, self.address, self.size, self._parts)
-        # at exit the driver may be gone, and takes everything back by itself
+        # at exit the driver may be unloaded, and frees everything itself
         self._finalizer.atexit = False
 
     @property
@@ -103,7 +103,7 @@ class DeviceMemory:
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
 
     def extend(self, num_bytes: int) -> None:
-        """Maps memory behind the first `num_bytes`. Raises `CudaDriverError`; nothing has changed then."""
+        """Maps memory for the first `num_bytes` bytes. Raises `CudaDriverError` if that fails; nothing has changed."""
         more = -(-num_bytes // self.granularity) * self.granularity - self.mapped
         if more <= 0:
             return
@@ -127,7 +127,7 @@ class DeviceMemory:
         _count(self.index, more)
 
     def shrink(self, num_bytes: int) -> None:
-        """Takes away what was mapped wholly behind the first `num_bytes`, once nothing that was launched uses it."""
+        """Unmaps memory that lies wholly beyond the first `num_bytes`, after all launched kernels have finished."""
         if not self._parts or self._parts[-1][0] < self.address + num_bytes:
             return
         torch.cuda.synchronize(self.index)
@@ -152,8 +152,8 @@ def _give_back(*memory: Any) -> None:
 
 
 def give_back_dropped() -> None:
-    """Gives back what nobody holds any more; what cannot be given back now waits for the next call."""
-    # while a stream is captured, and where garbage is collected within this function, another call will do
+    """Frees memory without an owner; memory that cannot be freed now waits for the next call."""
+    # left to a later call during stream capture, or if garbage collection calls this function within itself
     if not _dropped or not capture_lock.acquire(blocking=False):
         return
     try:
@@ -165,7 +165,7 @@ def give_back_dropped() -> None:
 
 
 def _unmap(library: Any, index: int, address: int, size: int, parts: list[tuple[int, int, int]]) -> bool:
-    """Whether it was done; not while kernels that were launched may still use the memory."""
+    """Frees one address range and its memory; returns False if launched kernels may still use it."""
     try:
         torch.cuda.synchronize(index)
     except RuntimeError:
@@ -188,12 +188,12 @@ def _count(index: int, more: int) -> None:
 
 
 def mapped_bytes(device: torch.device) -> int:
-    """Bytes mapped on `device` now, beside what PyTorch's allocator holds."""
+    """Returns the bytes mapped on `device`, which PyTorch's allocator does not count."""
     return _now.get(_index(device), 0)
 
 
 def peak_mapped_bytes(device: torch.device) -> int:
-    """The most bytes that were mapped since `reset_peak_mapped`."""
+    """Returns the peak of the bytes mapped on `device` since `reset_peak_mapped`."""
     return _peak.get(_index(device), 0)
 
 
@@ -202,14 +202,14 @@ def reset_peak_mapped(device: torch.device) -> None:
 
 
 class CudaReservation(Reservation):
-    """Device memory behind addresses reserved for as much as the device has."""
+    """Growing device memory in an address range as large as the device's memory."""
 
     grows_in_place = True
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.committed = device, 0
         self._memory = DeviceMemory(driver(), _index(device), total_bytes(device))
-        # PyTorch asks the driver where the first byte lives
+        # PyTorch asks the driver for the device of the first byte
         self._extend(1)
         self.tensor = as_tensor(self._memory, device)
 
@@ -233,12 +233,12 @@ class CudaReservation(Reservation):
         self.committed = max(self.committed, num_bytes)
 
     def shrink(self, num_bytes: int) -> None:
-        # PyTorch asks where the first byte lives
+        # the first byte stays mapped, because PyTorch asks for its device
         self._memory.shrink(max(num_bytes, 1))
         self.committed = min(self.committed, num_bytes)
 
     def _takes(self, num_bytes: int) -> bool:
-        """Maps memory if the device has it to spare."""
+        """Maps memory for `num_bytes` bytes; returns False if the device is out of memory."""
         try:
             self._memory.extend(num_bytes)
         except CudaDriverError as error:
@@ -248,7 +248,7 @@ class CudaReservation(Reservation):
         return True
 
     def _extend(self, num_bytes: int) -> None:
-        """Maps memory; takes it from PyTorch's cache if need be. Raises `MemoryError`."""
+        """Maps memory, emptying PyTorch's cache if necessary. Raises `MemoryError` if there is not enough."""
         if self._takes(num_bytes):
             return
         give_back_dropped()
@@ -262,7 +262,7 @@ class CudaReservation(Reservation):
 
 
 def driver() -> Any:
-    """The CUDA driver's library; `OSError` where there is none."""
+    """Loads the CUDA driver's library. Raises `OSError` if there is none."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -271,7 +271,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def as_tensor(memory: DeviceMemory, device: torch.device) -> torch.Tensor:
-    """uint8 [size] over all reserved addresses; the tensor keeps `memory` alive."""
+    """Returns a uint8 [size] tensor over the whole address range, which keeps `memory` alive."""
     return torch.as_tensor(memory, device=device)
 
 

@@ -2,26 +2,26 @@
 
     [ keys | key metadata | values | value metadata | scores | positions ]
 
-A code's bits are, from the lowest up, fields of 8, 4, 2 and 1 bits, those that its number of bits is the sum of: 6 bits
-are a field of 4 and one of 2. A row is the packed first fields of all D elements, then the packed second ones, and so
-on. Fields of b bits are packed in bit planes: with P = 8 / b, their byte j holds, from its lowest bits up, those of
-elements j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. That is all of packing;
-`unpack` in ops/quantize/reference.py, ops/dequant.py and native/quantize.h read it. At 16 bits rows are elements of
-the model's dtype, and metadata is absent. The rest is wide or narrow:
+A code is split, from its lowest bit up, into fields of 8, 4, 2 and 1 bits whose widths add up to its number of bits: a
+6-bit code has a field of 4 bits and one of 2. A row holds the packed first fields of all D elements, then the packed
+second fields, and so on. Fields of b bits are packed in bit planes: with P = 8 / b, byte j holds, from its lowest bits
+up, the fields of elements j, j + D/P, j + 2 D/P, ..., so that a kernel unpacks with shifts alone, without shuffles.
+`unpack` in ops/quantize/reference.py, ops/dequant.py and native/quantize.h read this packing. At 16 bits a row holds
+elements of the model's dtype and has no metadata. The other segments are wide or narrow:
 
     metadata_bits          32                       16
     metadata of a group    fp16 scale, fp16 zero    uint16; at 8 bits as in wide pages
     score                  float32                  uint16
     position               int32                    uint16, or int32 where positions may be above 65,535
 
-Pages of configurations that never choose between tokens (`DiffKVConfig.selects`) have no scores and no positions. All
-tokens of a row are of one tier then, in the order of their positions and without gaps behind the sinks.
+Configurations without token selection (`DiffKVConfig.selects`) have pages without scores and positions. All tokens of a
+row then have one tier and are stored in order of position, without gaps after the sinks.
 
-uint16 metadata of b-bit codes is 64 * s + z. The scale is the fp16 number whose bits are 32 * s: no sign, 5 bits of
-exponent, 5 of mantissa. The zero point is -z * scale * (2^b - 1) * 65 / 4096, which float32 holds exactly: about z / 63
-of the range that the codes cover, which always has 0 in it. A uint16 score s is the float32 number whose bits are
-s * 2^13 + 81 * 2^23, and 0 where s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. How all of it is rounded is
-said in `pages/segments.py`.
+uint16 metadata of b-bit codes is 64 * s + z. The scale is the fp16 number with the bits 32 * s: no sign, 5 bits of
+exponent, 5 of mantissa. The zero point is -z * scale * (2^b - 1) * 65 / 4096, which is exact in float32. It lies about
+z / 63 into the range that the codes cover, which always contains 0. A uint16 score s is the float32 number with the
+bits s * 2^13 + 81 * 2^23, or 0 if s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. The rounding of both is
+described in `pages/segments.py`.
 """
 
 from __future__ import annotations
@@ -36,29 +36,33 @@ ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
 TARGET_PAGE_BYTES = 6144
 MIN_TOKENS = 16
-# a page that is filled so well is not made larger: narrow tokens, of odd sizes, fill only large pages better, whose
-# last one of each row is the emptier
+# the search for a page size stops at this fill: narrow tokens have odd sizes and would fill larger pages better, but
+# the partly filled last page of each row would then waste more
 GOOD_FILL = {32: 0.995, 16: 0.98}
-# products with narrow zero points of more bits are not exact in float32; they take metadata of 32 bits in any case
+# products with narrow zero points of wider codes are not exact in float32, so those codes always have 32-bit metadata
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
 
 
 @cache
 def fields(bits: int) -> tuple[int, ...]:
-    """Bits of each field that codes of `bits` bits are stored in, from the lowest bits up; 16 is one."""
+    """Returns the widths of the fields that codes of `bits` bits are split into, lowest bits first; 16 is one field."""
     return tuple(field for field in (16, 8, 4, 2, 1) if bits & field)
 
 
 @dataclass(frozen=True)
 class TierLayout:
-    """How a page holds tokens of one precision. Offsets and sizes in bytes.
+    """Layout of a page that holds tokens of one precision. Offsets and sizes are in bytes.
 
     Attributes:
+        k_bits, v_bits: bits of a key and a value element.
+        k_groups, v_groups: quantisation groups of a key and of a value.
+        key_dim, value_dim: elements of a key and of a value.
         capacity: tokens per page.
         key_row, value_row: bytes of one token's codes.
         key_metadata, value_metadata: bytes of one group's metadata; 0 at 16 bits.
-        score_bytes, position_bytes: of one token; both 0 where pages have neither.
+        score_bytes, position_bytes: bytes of one token's score and position; both 0 if pages have neither.
+        page_bytes: bytes of a page.
         token_bytes: bytes of one token in all segments.
         *_offset: start of each segment within the page.
     """
@@ -87,12 +91,12 @@ class TierLayout:
 
     @property
     def payload_bits(self) -> int:
-        """Bits of the codes alone, the figure the papers count."""
+        """Bits of one token's codes alone, as the papers count them."""
         return 8 * (self.key_row + self.value_row)
 
 
 class PageFields(Protocol):
-    """What a configuration (`DiffKVConfig`) says of pages."""
+    """Fields of a configuration (`DiffKVConfig`) that determine the page layout."""
 
     @property
     def high(self) -> Precision: ...
@@ -116,12 +120,12 @@ class PageLayout:
 
     @cached_property
     def selects(self) -> bool:
-        """Whether pages hold what tokens are chosen by, scores and positions."""
+        """Whether pages hold scores and positions, by which tokens are selected."""
         return self.high.score_bytes > 0
 
     @property
     def one_tier(self) -> bool:
-        """Whether all tokens of all rows are high, as none is chosen and there is one precision."""
+        """Whether all tokens of all rows are high: there is no token selection and only one precision."""
         return not self.selects and self.high == self.low
 
     @classmethod
@@ -138,18 +142,19 @@ class PageLayout:
         metadata_bits: int = 32,
         position_bytes: int = 4,
     ) -> PageLayout:
-        """Chooses the page size that both tiers fill best.
+        """Builds the layout with the page size that both tiers fill best.
 
         Args:
+            high, low: precision of each tier.
             key_dim, value_dim: elements of one head's key and value.
-            element_bytes: size of one element of the model's dtype (used at 16 bits).
-            page_bytes: an upper limit on the size; None means `TARGET_PAGE_BYTES`.
+            element_bytes: bytes of one element of the model's dtype; used at 16 bits.
+            page_bytes: upper limit on the page size; None takes `TARGET_PAGE_BYTES`.
             metadata_bits: 32 for wide pages, 16 for narrow ones.
-            position_bytes: 4, or 2 in narrow pages if all positions are below `NARROW_POSITIONS`; 0 for pages that
-                have neither scores nor positions.
+            position_bytes: bytes of a position: 4, or 2 in narrow pages if all positions are below `NARROW_POSITIONS`;
+                0 for pages without scores and positions.
 
         Raises:
-            ValueError: bits or groups that do not divide the head, or a page too small for one token.
+            ValueError: bits or groups do not divide the head, or a page is too small for one token.
         """
         if (metadata_bits, position_bytes) not in ((32, 4), (32, 0), (16, 4), (16, 2), (16, 0)):
             raise ValueError(f"there are no pages with metadata_bits={metadata_bits}, position_bytes={position_bytes}.")
@@ -191,10 +196,10 @@ class PageLayout:
     def of(
         cls, config: PageFields, key_dim: int, value_dim: int, element_bytes: int, max_positions: int | None
     ) -> PageLayout:
-        """The format that a configuration asks for.
+        """Builds the layout for a configuration.
 
         Args:
-            max_positions: no request has more tokens; None where that is not known. Others as in `build`.
+            max_positions: upper bound on a request's tokens; None if unknown. Other arguments as in `build`.
         """
         few = max_positions is not None and max_positions <= NARROW_POSITIONS
         position_bytes = 2 if few and config.metadata_bits == 16 else 4
@@ -206,7 +211,12 @@ class PageLayout:
 
 
 def _starts(sizes: tuple[int, ...], count: int) -> list[int]:
-    """Start of each segment for `count` tokens, then the end; `sizes` are bytes of a token in each of them."""
+    """Returns the start of each segment for `count` tokens, then the end.
+
+    Args:
+        sizes: bytes of one token in each segment.
+        count: number of tokens.
+    """
     starts = [0]
     for size in sizes:
         starts.append(_round_up(starts[-1] + size * count, ROW_ALIGNMENT))
@@ -214,7 +224,7 @@ def _starts(sizes: tuple[int, ...], count: int) -> list[int]:
 
 
 def _capacity(sizes: tuple[int, ...], page_bytes: int) -> int:
-    """Tokens that fit into a page."""
+    """Returns the number of tokens that fit into a page."""
     count = page_bytes // sum(sizes)
     while _starts(sizes, count)[-1] > page_bytes:
         count -= 1
@@ -226,19 +236,19 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def row_bytes(bits: int, dim: int, element_bytes: int) -> int:
-    """Of one token's codes."""
+    """Returns the bytes of one token's codes."""
     return dim * element_bytes if bits == 16 else dim * bits // 8
 
 
 def metadata_bytes(bits: int, number_bytes: int) -> int:
-    """Of one group, where narrow pages have `number_bytes` of 2."""
+    """Returns the bytes of one group's metadata; `number_bytes` is 2 in narrow pages, 4 in wide ones."""
     if bits == 16:
         return 0
     return number_bytes if bits <= MOST_NARROW_BITS else 4
 
 
 def _per_byte(bits: int) -> int:
-    """Codes that share a byte of the field with the fewest bits."""
+    """Returns the number of codes that share a byte of the narrowest field."""
     return max(1, 8 // min(fields(bits)))
 
 

@@ -1,8 +1,7 @@
-"""All pages of one device: the bytes, which are free, and how they grow.
+"""Page pool of one device: the pages' memory, its growth, and the free list.
 
-Free pages are coordinated by prefix sums (DiffKV, section 5): the ids that nobody owns stand in one ring on the device,
-and each row's demand becomes its own disjoint range of the ring by a prefix sum over all rows, without locks and
-without a loop over rows.
+Free pages are allotted by prefix sums (DiffKV, section 5): the free ids are kept in a ring on the device, and a prefix
+sum over all rows turns each row's demand into a disjoint range of the ring, without locks and without a loop over rows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .reserve import reserve
 NULL_PAGE = 0
 # entries of `FreeList.state`
 START, FREE, CAPACITY = 0, 1, 2
-# pages that are copied together where some have to move
+# pages that are copied at once when some have to move
 PAGES_AT_ONCE = 256
 
 
@@ -24,8 +23,8 @@ class PagePool:
 
     Args:
         page_bytes: size of a page.
-        device: where the pages live.
-        max_pages: pages that may exist, the null page included; None is unlimited.
+        device: device that holds the pages.
+        max_pages: maximum number of pages, the null page included; None is unlimited.
     """
 
     def __init__(self, page_bytes: int, device: torch.device, max_pages: int | None = None) -> None:
@@ -34,54 +33,55 @@ class PagePool:
         self.max_pages = max_pages
         self.free_list = FreeList(device)
         self.capacity = 0
-        # owners beyond the first, by page; None until something is shared
+        # number of owners beyond the first, by page; None until a page is shared
         self.sharers: Tensor | None = None
         self._reservation = reserve(device)
         self._add_pages(1)
 
     @property
     def grows_in_place(self) -> bool:
-        """Whether pages stay where they are when the pool grows."""
+        """Whether pages keep their addresses when the pool grows."""
         return self._reservation.grows_in_place
 
     @property
     def granularity(self) -> int:
-        """Memory for pages is taken in multiples of so many bytes; 0 where it does not matter."""
+        """Bytes of which the pages' memory is taken in multiples; 0 if that does not matter."""
         return self._reservation.granularity
 
     @property
     def slack(self) -> int:
-        """Bytes held behind the pages that exist."""
+        """Bytes held beyond the existing pages."""
         return self._reservation.slack
 
     @property
     def pages(self) -> Tensor:
-        """uint8 [at least capacity, page_bytes]; only the first `capacity` pages may be used."""
+        """Memory of the pages, uint8 [at least capacity, page_bytes]; only the first `capacity` may be used."""
         flat = self._reservation.tensor
         count = flat.numel() // self.page_bytes
         return flat[: count * self.page_bytes].view(count, self.page_bytes)
 
     @property
     def address(self) -> int:
-        """Where the first page is."""
+        """Address of the first page."""
         return self._reservation.tensor.data_ptr()
 
     @property
     def bytes(self) -> int:
-        """Bytes held: every page that exists, what is mapped for the next ones, and the free list."""
+        """Bytes held: all existing pages, memory mapped in advance, the free list and the counts of owners."""
         ring = self.free_list.ring
         sharers = 0 if self.sharers is None else 2 * self.sharers.numel()
         pages = self.capacity * self.page_bytes + self._reservation.slack
         return pages + 4 * ring.numel() + 8 * self.free_list.state.numel() + sharers
 
     def ensure_free(self, count: int, free: int | None = None) -> None:
-        """Makes sure that `count` pages can be taken; grows by what is missing.
+        """Grows the pool until `count` pages are free.
 
         Args:
-            free: how many pages are free; None reads the device.
+            count: number of free pages needed.
+            free: number of free pages; None reads the device.
 
         Raises:
-            MemoryError: `max_pages` would be exceeded, or the device has no memory; nothing has changed then.
+            MemoryError: `max_pages` would be exceeded, or the device is out of memory; nothing has changed.
         """
         missing = count - (self.free_list.free if free is None else free)
         if missing <= 0:
@@ -96,13 +96,15 @@ class PagePool:
         self._add_pages(missing)
 
     def truncate(self, capacity: int, table: Tensor) -> None:
-        """Gives back the memory of all but `capacity` pages, the null page included; pages in use move to others.
+        """Shrinks the pool to `capacity` pages, the null page included, moving the pages in use below that.
 
         Args:
-            table: int32, every page in use, once for each owner; those that move are replaced there.
+            capacity: number of pages to keep.
+            table: page tables of all owners, int32; contains every page in use once per owner. Ids of moved pages are
+                replaced in place.
 
         Raises:
-            ValueError: more are in use, or some have an owner elsewhere.
+            ValueError: more pages are in use, or a page to be moved has an owner outside `table`.
         """
         if capacity >= self.capacity:
             return
@@ -128,14 +130,14 @@ class PagePool:
         self._reservation.shrink(capacity * self.page_bytes)
 
     def share(self, pages: Tensor) -> None:
-        """Adds an owner to each of `pages` (int [n], no two alike)."""
+        """Adds an owner to each of `pages`, int [n] without duplicates."""
         if self.sharers is None:
             self.sharers = torch.zeros(self.capacity, dtype=torch.int16, device=self.device)
         self._grow_sharers()
         self.sharers[pages.long()] += 1
 
     def release(self, pages: Tensor) -> None:
-        """Takes an owner off each of `pages` (int [n], no two alike); those left without one become free."""
+        """Removes an owner from each of `pages`, int [n] without duplicates; frees the pages without one."""
         if self.sharers is not None:
             self._grow_sharers()
             shared = self.sharers[pages.long()] > 0
@@ -144,7 +146,7 @@ class PagePool:
         self.free_list.give(pages)
 
     def owners(self, pages: Tensor) -> Tensor:
-        """How many stores own each of `pages`, int64 [n]."""
+        """Returns the number of stores that own each of `pages`, int64 [n]."""
         if self.sharers is None:
             return torch.ones(pages.numel(), dtype=torch.int64, device=self.device)
         self._grow_sharers()
@@ -157,7 +159,7 @@ class PagePool:
             self.sharers = grown
 
     def _add_pages(self, count: int) -> None:
-        # a budget is for pages, not for what may follow them
+        # with a budget no memory is taken in advance
         self._reservation.commit((self.capacity + count) * self.page_bytes, ahead=self.max_pages is None)
         first = self.capacity
         self.capacity += count
@@ -167,13 +169,12 @@ class PagePool:
 
 
 class FreeList:
-    """Ring of free page ids. Pages given back go behind the last one.
+    """Ring of free page ids. Freed pages are appended at its end.
 
     Attributes:
-        ring: int32 [at least capacity], page ids; the live part is [start, start + free) modulo capacity.
-        state: int64 [3] on the device: start, where the next page is taken; free, counted so that full and empty
-            differ; capacity.
-        capacity: pages that were ever added.
+        ring: page ids, int32 [at least capacity]; the free ones are at [start, start + free) modulo capacity.
+        state: start (index of the next page to take), number of free pages, and capacity, int64 [3] on the device.
+        capacity: number of pages managed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -182,7 +183,7 @@ class FreeList:
         self.capacity = 0
 
     def reserve(self, entries: int) -> None:
-        """Makes the ring long enough for `entries` page ids, so that adding pages up to there leaves it in place."""
+        """Lengthens the ring to `entries` page ids, so that it is not reallocated until the pool exceeds that."""
         if entries > self.ring.numel():
             grown = torch.empty(entries, dtype=torch.int32, device=self.ring.device)
             grown[: self.ring.numel()] = self.ring
@@ -194,20 +195,20 @@ class FreeList:
         return int(self.state[FREE])
 
     def ids(self) -> Tensor:
-        """The free page ids in the order they would be taken, int32 [free]. Reads the device."""
+        """Returns the free page ids in the order in which they will be taken, int32 [free]. Reads the device."""
         start, free, capacity = self.state.tolist()
         index = (start + torch.arange(free, device=self.ring.device)) % max(capacity, 1)
         return self.ring[index]
 
     def replace(self, ids: Tensor, capacity: int) -> None:
-        """Makes `ids`, int [n], the free pages out of `capacity` in all, fewer than before."""
+        """Replaces the free pages by `ids`, int [n], out of `capacity` pages, fewer than before."""
         self.capacity = capacity
         self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
         self.ring[: ids.numel()] = ids
         self.state[START], self.state[FREE], self.state[CAPACITY] = 0, ids.numel(), capacity
 
     def extend(self, first: int, count: int) -> None:
-        """Adds the fresh pages [first, first + count). Reads nothing from the device."""
+        """Adds the new pages [first, first + count) without reading the device."""
         before, self.capacity = self.capacity, self.capacity + count
         start, free = self.state[START].clone(), self.state[FREE].clone()
         order = torch.arange(self.capacity, device=self.ring.device)
@@ -215,7 +216,7 @@ class FreeList:
         ids = torch.where(order < free, self.ring[(start + order) % before], fresh) if before else fresh
         if self.capacity > self.ring.numel():
             self.ring = torch.empty(self.capacity, dtype=torch.int32, device=self.ring.device)
-        # what stands behind the live part means nothing
+        # entries beyond the free pages are meaningless
         self.ring[: self.capacity] = ids
         self.state[START], self.state[FREE], self.state[CAPACITY] = 0, free + count, self.capacity
 
@@ -223,13 +224,13 @@ class FreeList:
         """Takes `need[i]` pages for each row i.
 
         Args:
-            need: int64 [rows].
+            need: number of pages of each row, int64 [rows].
 
         Returns:
-            Row of each page and its id, both int64 [sum(need)], in row order.
+            Row and id of each page, int64 [sum(need)] each, in row order.
 
         Raises:
-            MemoryError: fewer pages are free than asked for; nothing was taken.
+            MemoryError: too few pages are free; nothing was taken.
         """
         total = int(need.sum())
         start, free, capacity = self.state.tolist()
@@ -243,19 +244,19 @@ class FreeList:
         return rows, pages
 
     def take_at_most_one(self, need: Tensor) -> Tensor:
-        """Takes one page for every True in `need`, without reading the device.
+        """Takes one page for every True in `need` without reading the device.
 
         The caller guarantees that enough pages are free.
 
         Args:
-            need: bool [rows].
+            need: True for rows that need a page, bool [rows].
 
         Returns:
-            int64 [rows]: a page id where needed, 0 (the null page) elsewhere.
+            Page id of each row, int64 [rows]; 0 (the null page) if it needs none.
         """
         rank = need.cumsum(0)
         if not self.ring.numel():
-            # a pool without pages: none is needed
+            # the pool has no pages, so none is needed
             return torch.zeros_like(rank)
         capacity = self.state[CAPACITY].clamp(min=1)
         pages = self.ring[(self.state[START] + rank - 1) % capacity].long()
@@ -265,7 +266,7 @@ class FreeList:
         return torch.where(need, pages, 0)
 
     def give(self, pages: Tensor) -> None:
-        """Returns pages (int [n], each owned by nobody any more) to the ring."""
+        """Frees pages, int [n], which must not have an owner any more."""
         start, free, capacity = self.state.tolist()
         index = (start + free + torch.arange(pages.numel(), device=pages.device)) % max(capacity, 1)
         self.ring[index] = pages.to(torch.int32)

@@ -1,7 +1,7 @@
-"""A byte array that grows in place: address space is reserved once, memory is taken as it is needed.
+"""Byte arrays that grow in place: address space is reserved once, and memory is taken on demand.
 
-Growth therefore copies nothing and moves nothing, so the peak is what is held. Where the operating system cannot
-reserve address space the array grows by copying, and `grows_in_place` says so. CUDA devices: `cuda_reserve.py`.
+Growth neither copies nor moves anything, so peak memory equals the memory held. If the operating system cannot reserve
+address space, the array grows by copying and `grows_in_place` is False. CUDA devices: `cuda_reserve.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _logger = logging.getLogger("hf_diffkv")
 _NO_RESERVE = {"linux": 0x4000, "darwin": 0x0040}
 _FALLBACK_RESERVATION = 1 << 36
 _LARGE_PAGE = 1 << 21
-# where memory is taken ahead, growth is by at least this share: every piece is a call of the driver, or a copy
+# memory taken in advance grows by at least 1 / GROWTH, because every extension is a driver call or a copy
 GROWTH = 16
 
-# by type of device, other reservations that grow in place; `cuda_reserve.py` adds its own
+# reservations that grow in place on other types of device; `cuda_reserve.py` adds its own
 RESERVATIONS: dict[str, Callable[[torch.device], Reservation]] = {}
 
 
@@ -30,10 +30,11 @@ class Reservation:
     """Growing uint8 memory on one device.
 
     Attributes:
-        device: where the bytes live.
-        committed: bytes that may be used, and that count as held.
-        granularity: memory is taken in multiples of so many bytes; 0 where it does not matter.
-        slack: bytes taken beyond `committed`.
+        device: device that holds the bytes.
+        tensor: the memory, uint8 [at least committed].
+        committed: number of bytes that may be used, and that count as held.
+        granularity: bytes of which memory is taken in multiples; 0 if that does not matter.
+        slack: bytes held beyond `committed`.
     """
 
     grows_in_place = False
@@ -49,10 +50,11 @@ class Reservation:
         return self.tensor.numel() - self.committed
 
     def commit(self, num_bytes: int, *, ahead: bool = False) -> None:
-        """Makes the first `num_bytes` usable; what was written stays. Never shrinks.
+        """Makes the first `num_bytes` bytes usable and keeps their contents. Never shrinks.
 
         Args:
-            ahead: whether more may be taken at once, so that the next bytes need nothing new.
+            num_bytes: number of usable bytes.
+            ahead: whether extra memory may be taken for later growth.
         """
         if num_bytes > self.tensor.numel():
             size = max(num_bytes, self.tensor.numel() * (GROWTH + 1) // GROWTH) if ahead else num_bytes
@@ -62,7 +64,7 @@ class Reservation:
         self.committed = max(self.committed, num_bytes)
 
     def shrink(self, num_bytes: int) -> None:
-        """Gives back what is behind the first `num_bytes`, as far as the device takes it; the rest stays as `slack`."""
+        """Frees the memory beyond the first `num_bytes` bytes if the device can; what remains counts as `slack`."""
         if num_bytes < self.committed:
             self.tensor = self.tensor[:num_bytes].clone()
             self.committed = num_bytes
@@ -75,7 +77,7 @@ class Reservation:
 
 
 class MappedReservation(Reservation):
-    """Host memory behind one large anonymous mapping; the system provides a page when it is first touched."""
+    """Host memory in one large anonymous mapping; the system provides each page on first use."""
 
     grows_in_place = True
     slack = 0
@@ -101,8 +103,11 @@ class MappedReservation(Reservation):
         self.committed = min(self.committed, num_bytes)
 
     def _advise(self, num_bytes: int) -> None:
-        """Asks for large pages where they lie wholly within what is committed anew: reading a long cache misses the
-        processor's address cache at every other token otherwise. Nothing is taken beyond what is committed."""
+        """Requests huge pages wholly within the newly committed range.
+
+        Without them, reading a long cache misses the processor's TLB at every other token. Nothing beyond the committed
+        bytes is taken.
+        """
         if not hasattr(mmap, "MADV_HUGEPAGE"):
             return
         start = self.tensor.data_ptr()
@@ -112,16 +117,16 @@ class MappedReservation(Reservation):
             try:
                 self._mapping.madvise(mmap.MADV_HUGEPAGE, first, last - first)
             except OSError:
-                pass  # a kernel without them
+                pass  # the kernel has no huge pages
 
 
 def reserve(device: torch.device) -> Reservation:
-    """The best reservation that `device` offers."""
+    """Returns the best kind of reservation that `device` supports."""
     if device.type == "cpu" and sys.platform in _NO_RESERVE:
         try:
             return MappedReservation(device)
         except (OSError, ValueError):
-            pass  # a limit on address space: grow by copying instead
+            pass  # address space is limited: grow by copying instead
     if device.type in RESERVATIONS and torch.version.hip is None:
         try:
             return RESERVATIONS[device.type](device)
@@ -131,7 +136,7 @@ def reserve(device: torch.device) -> Reservation:
 
 
 def _restore(device: torch.device, data: torch.Tensor) -> Reservation:
-    """A new reservation holding a copy of `data`."""
+    """Returns a new reservation that holds a copy of `data`."""
     reservation = reserve(device)
     reservation.commit(data.numel())
     reservation.tensor[: data.numel()] = data

@@ -1,9 +1,9 @@
-"""One layer's rows: everything that ops read or write of what is stored, and where exact tokens stand in it.
+"""A layer's rows: all stored state that ops read or write, and the slots of exact tokens.
 
-The first `sink_slots` slots of a window hold sinks, token i in slot i, the others are a ring of R = slots - sink_slots
-slots, token i in slot sink_slots + i % R. Which tokens are sinks is said for every request: those below `sink_end`,
-which is `sink_slots` unless a mask hid some of them. A window holds the tokens [0, sink_end) and [start, length),
-with sink_end <= start.
+The first `sink_slots` slots of a window hold sinks: token i is in slot i. The other R = slots - sink_slots slots form a
+ring: token i is in slot sink_slots + i % R. The sinks of a request are the tokens below its `sink_end`, which equals
+`sink_slots` unless a mask hid some of them. A window holds the tokens [0, sink_end) and [start, length), with
+sink_end <= start.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from .layout import PageLayout, TierLayout
 from .pool import NULL_PAGE, FreeList, PagePool
 
-# tiers of pages
+# page tiers
 HIGH, LOW = 0, 1
-# levels of tokens: padding has none, pruned ones are gone, the window's are exact
+# token levels: padding has no level, pruned tokens are not stored, window tokens are exact
 PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
-# what has an entry for each request, beside its part of the page table
+# per-request state besides the page table
 ROW_STATE = (
     *("window_key", "window_value", "window_score", "high_count", "low_count"),
     *("length", "window_start", "sink_end", "alpha_high", "alpha_low", "key_offset"),
@@ -31,11 +31,11 @@ ROW_STATE = (
 
 
 class PageTable:
-    """The bidirectional page table, `table`: int32 [layers, batch, heads, width] of page ids.
+    """Bidirectional page table; `table` holds page ids, int32 [layers, batch, heads, width].
 
-    High pages grow from the left, low pages from the right, so one narrow row serves any mix. An unused entry is the
-    null page, which holds no token. A row is wide enough for all its tokens at the high level plus one partial page
-    of each tier, so the two ends never meet.
+    High pages are added from the left and low pages from the right, so one narrow row serves any mix. An unused entry
+    is the null page, which holds no token. A row is wide enough for all its tokens at the high level plus one partial
+    page of each tier, so the two ends never meet.
     """
 
     def __init__(self, num_layers: int, batch_size: int, num_heads: int, device: torch.device) -> None:
@@ -46,16 +46,18 @@ class PageTable:
         return self.table.shape[-1]
 
     def copy(self) -> PageTable:
-        """The same entries, to be changed independently."""
+        """Returns an independent copy."""
         twin = object.__new__(PageTable)
         twin.table = self.table.clone()
         return twin
 
     def ensure_width(self, tokens: int, capacity: int, high_pages: Tensor) -> None:
-        """Makes rows wide enough for `tokens` tokens, at least `capacity` of which fit into a page.
+        """Widens the rows for `tokens` tokens.
 
         Args:
-            high_pages: int [layers, batch, heads], how many entries on the left are in use.
+            tokens: number of tokens that a row must be able to store.
+            capacity: tokens per page, the smaller of both tiers.
+            high_pages: number of entries in use on the left of each row, int [layers, batch, heads].
         """
         needed = -(-tokens // capacity) + 2
         width = self.width
@@ -70,33 +72,35 @@ class PageTable:
 
 
 def column(tier: int, page: Tensor, width: int) -> Tensor:
-    """Column of a row's `page`-th page of `tier` (HIGH or LOW)."""
+    """Returns the table column of a row's `page`-th page of `tier` (HIGH or LOW)."""
     return page if tier == HIGH else width - 1 - page
 
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
-    """The tensors of a layer's rows; a row is one request and KV head. All are contiguous and changed in place.
+    """Tensors of a layer's rows, all contiguous and updated in place. A row is one request and KV head.
 
-    The layers of a store together are one record, too: its requests are then those of the first layer, of the second...
+    All layers of a store can also form one record, whose batch is the requests of the first layer, then of the second,
+    and so on.
 
     Attributes:
-        layout: of the pages.
-        pool: has `pages`, uint8 [pages, page_bytes], and `free_list`; both are asked for at every call, as they move
-            when the pool grows.
-        page_table: int32 [batch, heads, width], as in `PageTable`.
-        high_count, low_count: int32 [batch, heads], tokens stored at each level.
-        window_key, window_value: [batch, heads, slots, dim] in the model's dtype.
-        window_score: float32 [batch, heads, slots], their significance sums.
-        window_start, length, sink_end: int64 [batch]; windows hold the tokens [0, sink_end) and [window_start, length).
-        sink_slots: slots of a window that sinks have.
-        key_offset: [batch, heads, key_dim] in the dtype of the computation, what keys are held less by; or
-            [batch, heads, 0] where they are held as they are.
-        alpha_high, alpha_low: float32 [batch, heads], relative thresholds (DiffKV, section 4.2).
-        invalid: bool [], becomes True where a token cannot be stored.
+        layout: layout of the pages.
+        pool: page pool. Its `pages`, uint8 [pages, page_bytes], and `free_list` are looked up at every call, because
+            they move when the pool grows.
+        page_table: page ids, int32 [batch, heads, width], as in `PageTable`.
+        high_count, low_count: tokens stored at each level, int32 [batch, heads].
+        window_key, window_value: keys and values of exact tokens, [batch, heads, slots, dim] in the model's dtype.
+        window_score: significance sums of exact tokens, float32 [batch, heads, slots].
+        window_start, length, sink_end: bounds of the windows, int64 [batch]; they hold the tokens [0, sink_end) and
+            [window_start, length).
+        sink_slots: number of a window's slots reserved for sinks.
+        key_offset: offset subtracted from keys, [batch, heads, key_dim] in the compute dtype; [batch, heads, 0] without
+            one.
+        alpha_high, alpha_low: relative thresholds (DiffKV, section 4.2), float32 [batch, heads].
+        invalid: flag set to True when a token cannot be stored, bool [].
 
     Raises:
-        ValueError: a tensor that does not fit the others.
+        ValueError: a tensor does not fit the others.
     """
 
     layout: PageLayout
@@ -122,27 +126,27 @@ class LayerRows:
 
     @property
     def heads(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
         return self.page_table.shape[1]
 
     @property
     def width(self) -> int:
-        """Entries of a row of the page table."""
+        """Number of entries in a row of the page table."""
         return self.page_table.shape[2]
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.batch * self.heads
 
     @property
     def slots(self) -> int:
-        """Of a window, those of sinks included."""
+        """Number of slots in a window, sinks included."""
         return self.window_key.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """The model's dtype."""
         return self.window_key.dtype
 
     @property
@@ -151,17 +155,17 @@ class LayerRows:
 
     @property
     def counts(self) -> tuple[Tensor, Tensor]:
-        """int32 [batch, heads] by tier."""
+        """Stored tokens by tier, int32 [batch, heads] each."""
         return self.high_count, self.low_count
 
     @property
     def tiers(self) -> tuple[TierLayout, TierLayout]:
-        """The layout by tier."""
+        """Page layout by tier."""
         return self.layout.high, self.layout.low
 
     @property
     def pages(self) -> Tensor:
-        """uint8 [pages, page_bytes]."""
+        """Memory of the pages, uint8 [pages, page_bytes]."""
         return self.pool.pages
 
     @property
@@ -170,7 +174,7 @@ class LayerRows:
 
     @property
     def offset(self) -> Tensor | None:
-        """`key_offset`; None where keys are held as they are."""
+        """Offset subtracted from keys, as in `key_offset`; None without one."""
         return self.key_offset if self.key_offset.shape[-1] else None
 
     def __post_init__(self) -> None:
@@ -205,8 +209,11 @@ class LayerRows:
                 raise ValueError(f"{name} is on {tensor.device}, but window_key is on {self.device}.")
 
     def check_tokens(self, key: Tensor, value: Tensor) -> None:
-        """Raises `ValueError` unless keys and values, [batch, heads, dim] or [batch, heads, tokens, dim], are of these
-        rows."""
+        """Raises `ValueError` unless keys and values fit these rows in shape and dtype.
+
+        Args:
+            key, value: [batch, heads, dim] or [batch, heads, tokens, dim].
+        """
         high, tokens = self.layout.high, key.shape[2:-1]
         for name, tensor, dim in (("key", key, high.key_dim), ("value", value, high.value_dim)):
             shape = [self.batch, self.heads, *tokens, dim]
@@ -217,11 +224,13 @@ class LayerRows:
 
 
 class KeptRows:
-    """The records of several layers, made when they are asked for.
+    """Records of several layers, created on demand.
 
     Args:
-        layout, sink_slots: as in `LayerRows`.
-        held: pool, page table, `invalid` and the tensors of `ROW_STATE`: [layers, batch, ...], but for `invalid`.
+        layout: layout of the pages.
+        sink_slots: number of a window's slots reserved for sinks.
+        held: pool, page table, `invalid` and the tensors of `ROW_STATE`; all tensors but `invalid` are
+            [layers, batch, ...].
     """
 
     def __init__(self, layout: PageLayout, sink_slots: int, held: tuple[Any, ...]) -> None:
@@ -233,18 +242,18 @@ class KeptRows:
         self._all: LayerRows | None = None
 
     def holds(self, held: tuple[Any, ...]) -> bool:
-        """Whether these are of the very same objects."""
+        """Returns whether the records refer to these very objects."""
         return all(map(is_, held, self._held))
 
     def layer(self, layer: int) -> LayerRows:
-        """One layer's rows."""
+        """Returns one layer's rows."""
         rows = self._layers[layer]
         if rows is None:
             rows = self._layers[layer] = self._viewed(lambda tensor: tensor[layer])
         return rows
 
     def all(self) -> LayerRows:
-        """Those of all layers: requests of the first layer, of the second, and so on."""
+        """Returns the rows of all layers as one record: requests of the first layer, of the second, and so on."""
         if self._all is None:
             self._all = self._viewed(lambda tensor: tensor.view(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:]))
         return self._all
@@ -255,16 +264,17 @@ class KeptRows:
 
 @dataclass(frozen=True, eq=False)
 class EarlierTokens:
-    """Tokens of a layer that are all before the new ones of a forward, and attended by every one of them.
+    """Tokens of a layer that precede all new tokens of a forward and are attended to by each of them.
 
     Attributes:
-        rows: what is stored; None where nothing is.
-        stored: tokens of its longest row, window included. A row's tokens rank high, low, window, each in stored order.
-        key, value: [batch, kv_heads, tokens, dim], exact tokens behind what is stored; None without any.
-        valid: bool [batch, kv_heads, tokens], which of them exist.
+        rows: stored tokens; None if there are none.
+        stored: length of the longest stored row, window included. A row's tokens are ranked high, low, window, each in
+            stored order.
+        key, value: exact tokens that follow the stored ones, [batch, kv_heads, tokens, dim]; None without any.
+        valid: True for exact tokens that exist, bool [batch, kv_heads, tokens].
 
     Raises:
-        ValueError: only some of the last three are given.
+        ValueError: only some of `key`, `value` and `valid` are given.
     """
 
     rows: LayerRows | None = None
@@ -280,12 +290,12 @@ class EarlierTokens:
 
     @property
     def exact(self) -> int:
-        """Tokens of `key`."""
+        """Number of exact tokens in `key`."""
         return 0 if self.key is None else self.key.shape[2]
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """Number of all earlier tokens."""
         return self.stored + self.exact
 
 
@@ -293,13 +303,26 @@ NO_PAST = EarlierTokens()
 
 
 def slots_of(position: Tensor, sink_end: Tensor | None, sink_slots: int, slots: int) -> Tensor:
-    """Slots int64 of tokens; all tensors int64 that broadcast, `sink_end` None without sinks."""
+    """Returns the window slots of exact tokens, int64.
+
+    Args:
+        position: index of each token, int64.
+        sink_end: end of the sinks, int64, broadcastable to `position`; None without sinks.
+        sink_slots: number of a window's slots reserved for sinks.
+        slots: number of a window's slots.
+    """
     slot = sink_slots + position % (slots - sink_slots)
     return slot if sink_end is None else torch.where(position < sink_end, position, slot)
 
 
 def held_tokens(start: Tensor, length: Tensor, sink_end: Tensor | None, sink_slots: int, slots: int) -> Tensor:
-    """The token in each slot, int64 [..., slots], -1 where there is none; start, length, sink_end: int64 [...]."""
+    """Returns the token in each window slot, int64 [..., slots], -1 for none.
+
+    Args:
+        start, length, sink_end: bounds of the windows, int64 [...]; `sink_end` None without sinks.
+        sink_slots: number of a window's slots reserved for sinks.
+        slots: number of a window's slots.
+    """
     start, length = start[..., None], length[..., None]
     ring = torch.arange(slots - sink_slots, device=length.device)
     # slot s of the ring holds the newest token i < length with i % R == s
@@ -312,6 +335,10 @@ def held_tokens(start: Tensor, length: Tensor, sink_end: Tensor | None, sink_slo
 
 
 def held_count(start: Tensor, length: Tensor, sink_end: Tensor | None) -> Tensor:
-    """Tokens in each window, int64, of int64 tensors that broadcast."""
+    """Returns the number of tokens in each window, int64.
+
+    Args:
+        start, length, sink_end: bounds of the windows, int64, broadcastable; `sink_end` None without sinks.
+    """
     ring = (length - start).clamp(min=0)
     return ring if sink_end is None else ring + torch.minimum(length, sink_end)

@@ -1,6 +1,7 @@
-"""Pictures in one palette; they need matplotlib (extra `plot`), the text in HTML does not.
+"""Plots of caches and measurements in one palette.
 
-What a function here returns is shown by notebooks, and `save(path)` writes it. Matplotlib is imported by what draws.
+The plots need matplotlib (extra `plot`), which is imported when something is drawn; coloured text as HTML does not need
+it. Notebooks display the objects that these functions return, and `save(path)` writes them to a file.
 """
 
 from .coloured_text import ColouredText, text

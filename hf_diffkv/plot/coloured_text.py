@@ -1,4 +1,4 @@
-"""The text itself, every token in the colour of its level: HTML, or a picture with characters in cells of one width."""
+"""Text whose tokens have the colours of their levels, as HTML or as a picture with monospaced characters."""
 
 from __future__ import annotations
 
@@ -31,17 +31,23 @@ PAGE += '<meta name="color-scheme" content="light dark"><title>{title}</title>\n
 PAGE += (
     '<body style="font-family:system-ui,sans-serif;max-width:60em;margin:1em auto;padding:0 1em">\n{body}\n</html>\n'
 )
-# comes with Matplotlib; each character is 0.602 of its size wide
+# font that comes with Matplotlib; a character's width is 0.602 of the font size
 FONT, ADVANCE = "DejaVu Sans Mono", 0.602
 LINE_CELLS = 100
-# inches of a cell, and lines of the tallest picture
+# size of a cell in inches, and maximum number of lines of a picture
 CELL, LINE, MOST_LINES = ADVANCE * SIZE / 72, 0.19, 500
 HEAD, MARGIN = 2, 0.15
 
 
 @dataclass(frozen=True)
 class ColourRun:
-    """Neighbouring tokens of one colour, `start` to `stop` - 1, and the shares of heads at each level."""
+    """Neighbouring tokens of one colour.
+
+    Attributes:
+        start, stop: range of the tokens, `stop` excluded.
+        shares: share of the heads at each level, by its name; empty for padding.
+        generated: whether the model generated the tokens.
+    """
 
     start: int
     stop: int
@@ -50,25 +56,25 @@ class ColourRun:
 
     @property
     def colour(self) -> str | None:
-        """None for padding, which has no level."""
+        """Colour as "#rrggbb"; None for padding, which has no level."""
         return mixed(dict(self.shares)) if self.shares else None
 
     @property
     def said(self) -> str:
-        """The levels in words."""
+        """Levels in words, with their shares."""
         return ", ".join(name if share == 1 else f"{name} {share:.0%}" for name, share in self.shares if share)
 
 
 @dataclass(frozen=True)
 class ColouredText:
-    """A text whose tokens have the colours of their levels; where heads differ, the mean colour. Notebooks show it.
+    """Text whose tokens have the colours of their levels, or a mean colour if heads differ. Notebooks display it.
 
     Attributes:
         pieces: text of each token.
-        counts: heads at each level, for each token.
-        title: what the levels are of.
-        generated_from: the first token that the model wrote.
-        unit: what pieces are, tokens or words.
+        counts: number of heads at each level for each token, by the level's name.
+        title: description of the layers and heads that the levels are taken from.
+        generated_from: index of the first generated token; None marks no token as generated.
+        unit: unit of `pieces`, tokens or words.
     """
 
     pieces: Sequence[str]
@@ -78,10 +84,10 @@ class ColouredText:
     unit: str = "tokens"
 
     def words(self) -> ColouredText:
-        """The same text with a colour for each word, the mean of its tokens' and heads' colours.
+        """Returns the text with one colour per word, the mean over the word's tokens and heads.
 
-        A word has the space in front of it, is no longer than `LONGEST_WORD` characters where tokens are not, and
-        is either of the prompt or generated.
+        A word includes the space in front of it. It has at most `LONGEST_WORD` characters, unless a token is longer. A
+        word never joins tokens of the prompt with generated ones.
         """
         starts = list(self._word_starts())
         spans = list(zip(starts, [*starts[1:], len(self.pieces)]))
@@ -95,7 +101,7 @@ class ColouredText:
         )
 
     def _word_starts(self) -> Iterator[int]:
-        """The first token of each word."""
+        """Yields the index of each word's first token."""
         before, length = "", 0
         for index, piece in enumerate(self.pieces):
             new = piece[:1].isspace() and not before.isspace()
@@ -105,7 +111,7 @@ class ColouredText:
             before, length = piece[-1:] or before, length + len(piece)
 
     def runs(self) -> Iterator[ColourRun]:
-        """The text in its order, in runs of one colour."""
+        """Yields the text in order, as runs of one colour."""
         first = len(self.pieces) if self.generated_from is None else self.generated_from
         for (shares, generated), tokens in itertools.groupby(
             range(len(self.pieces)), key=lambda i: (self._shares(i), i >= first)
@@ -118,12 +124,12 @@ class ColouredText:
         return tuple((name, counts[token] / heads) for name, counts in self.counts.items()) if heads else ()
 
     def totals(self) -> dict[str, float]:
-        """Each level's share of all tokens and heads."""
+        """Returns each level's share of all tokens and heads."""
         sums = {name: sum(counts) for name, counts in self.counts.items()}
         return {name: count / max(1, sum(sums.values())) for name, count in sums.items()}
 
     def html(self) -> str:
-        """A legend and the text; all styles are in it, and the text is on white, so it can stand in any page."""
+        """Returns a legend and the text as HTML for any page: styles are inline and the background is white."""
         spans = "".join(self._span(run) for run in self.runs())
         return f'{self._legend()}<pre class="levels" aria-label="{escape(self.title)}" style="{STYLE}">{spans}</pre>'
 
@@ -151,11 +157,11 @@ class ColouredText:
         return self.html()
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Writes a page (.html) or a picture (.png, .svg, .pdf).
+        """Writes a web page (.html) or a picture (.png, .svg, .pdf).
 
         Raises:
-            ImportError: a picture without matplotlib.
-            ValueError: a picture of too long a text.
+            ImportError: matplotlib, which pictures need, is not installed.
+            ValueError: the text is too long for a picture.
         """
         path = Path(path)
         if path.suffix == ".html":
@@ -174,18 +180,21 @@ def text(
     request: int = 0,
     generated_from: int | None = None,
 ) -> ColouredText:
-    """The text of a request, coloured by level: the mean over all heads, over those of a layer, or one head.
+    """Colours the text of a request by level: the mean over all heads, over the heads of a layer, or one head.
 
     Args:
-        tokens: int64 [tokens] ids, as `generate()` returns them, or the text of each. Those that the cache has not
-            seen, such as the last one generated, are left out.
-        tokenizer: that of the model; needed for ids.
-        layer_idx, head: None for all.
-        generated_from: number of the prompt's tokens; those behind it are framed.
+        cache: cache that has seen the tokens.
+        tokens: ids, int64 [tokens], as `generate()` returns them, or the text of each token. Tokens that the cache has
+            not seen, such as the last generated one, are left out.
+        tokenizer: tokenizer of the model; needed for ids.
+        layer_idx: index of the layer; None for all.
+        head: index of the KV head; None for all.
+        request: index of the request within the batch.
+        generated_from: number of the prompt's tokens; the tokens after it are framed.
 
     Raises:
-        ValueError: no such layer, head or request, an empty cache, fewer tokens than it has seen, or ids without a
-            tokenizer.
+        ValueError: there is no such layer, head or request, the cache is empty or has seen more tokens than are given,
+            or ids are given without a tokenizer.
     """
     from ..cache.report import level_counts, levels_of_request
 
@@ -203,13 +212,15 @@ def text(
 
 
 def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[str]]:
-    """Ids of a text's tokens, and the part of the text that each stands for, so that the parts make up the text.
+    """Tokenizes a text; returns the ids and the part of the text that each token covers.
 
-    A character of several tokens stands with one of them. Tokenizers that do not know where their tokens stand in the
-    text are asked for the text of each.
+    The parts add up to the text. A character of several tokens is assigned to one of them. Slow tokenizers, which give
+    no offsets, decode each token instead.
 
     Args:
-        add_special_tokens: False where the text has them written out, as chat templates do.
+        tokenizer: tokenizer of the model.
+        text: text to split.
+        add_special_tokens: False if the text already contains them, as with chat templates.
     """
     encoded = tokenizer(
         text, return_offsets_mapping=tokenizer.is_fast, add_special_tokens=add_special_tokens, verbose=False
@@ -225,9 +236,9 @@ def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -
 
 
 def pieces_of_ids(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]:
-    """Text that each token adds to that of those before it. A character of several tokens stands with the last one."""
+    """Returns the text that each token adds. A character of several tokens is assigned to the last of them."""
     parts = []
-    # what a token reads like may depend on the piece before it
+    # the text of a token may depend on the piece before it
     before, start = 0, 0
     for end in range(1, len(ids) + 1):
         known = tokenizer.decode(ids[before:start], skip_special_tokens=skip_special_tokens)
@@ -241,7 +252,12 @@ def pieces_of_ids(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool 
 
 
 def _picture(shown: ColouredText) -> Picture:
-    """Raises `ValueError` where the text takes more than `MOST_LINES` lines, `ImportError` without matplotlib."""
+    """Draws the text.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the text takes more than `MOST_LINES` lines.
+    """
     parts = list(_parts(shown))
     lines = HEAD + parts[-1][0] + 1 if parts else HEAD
     if lines > MOST_LINES:
@@ -267,7 +283,7 @@ def _picture(shown: ColouredText) -> Picture:
 
 
 def _parts(shown: ColouredText) -> Iterator[tuple[int, int, int, str, ColourRun]]:
-    """Line, column, cells, text and run of each stretch of one colour on one line. A line's end is an empty cell."""
+    """Yields line, column, cells, text and run of each stretch of one colour on a line. A newline is an empty cell."""
     places = _places("".join(shown.pieces))
     for run in shown.runs():
         characters = "".join(shown.pieces[run.start : run.stop])
@@ -280,7 +296,7 @@ def _parts(shown: ColouredText) -> Iterator[tuple[int, int, int, str, ColourRun]
 
 
 def _places(text: str) -> Iterator[tuple[int, int]]:
-    """Line and column of each character; words are kept whole where they fit a line."""
+    """Yields line and column of each character; a word that fits on a line is not split."""
     line = column = 0
     for word in re.findall(r"\n|[^\S\n]+|\S+", text):
         width = sum(map(_cells, word))
@@ -319,7 +335,7 @@ def _box(axis: Any, column: float, line: float, cells: float, colour: str) -> No
 
 
 def _write(axis: Any, column: int, line: int, text: str, ink: str) -> None:
-    """Each character in its cell, also those whose width in the font is another one."""
+    """Writes each character into its own cell, even if its width in the font differs."""
     parts = [text] if text.isascii() else list(text)
     for part in parts:
         if part.strip():

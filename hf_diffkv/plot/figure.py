@@ -1,4 +1,4 @@
-"""What all pictures have in common: how they are made, shown and saved."""
+"""Creation, display and saving of pictures."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ SIZE, SMALL, LARGE = 9.0, 8.0, 11.0
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture, which notebooks show.
+    """A picture, which notebooks display.
 
     Attributes:
-        figure: Matplotlib's, for changes before it is saved.
+        figure: Matplotlib figure, which may be changed before it is saved.
     """
 
     figure: Figure
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Writes it in the format that the name ends in: png, svg, pdf.
+        """Writes the picture in the format of the file's ending: png, svg or pdf.
 
         Raises:
-            OSError: it cannot be written.
-            ValueError: no such format.
+            OSError: the file cannot be written.
+            ValueError: the format is unknown.
         """
         path = Path(path)
         self.figure.savefig(path, dpi=DPI)
@@ -47,7 +47,7 @@ class Picture:
 
 
 def new_figure(width: float, height: float, **layout: Any) -> Figure:
-    """A white figure of so many inches, of no window and no other state of Matplotlib's.
+    """Creates a white figure of `width` by `height` inches, independent of Matplotlib's windows and global state.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -64,7 +64,7 @@ def new_figure(width: float, height: float, **layout: Any) -> Figure:
 
 
 def styled(axis: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> Axes:
-    """`axis` with light lines and labels in one size."""
+    """Applies the project's style to `axis` and returns it."""
     axis.set_title(title, fontsize=SIZE + 1, color=INK)
     axis.set_xlabel(xlabel, fontsize=SIZE, color=INK)
     axis.set_ylabel(ylabel, fontsize=SIZE, color=INK)

@@ -1,4 +1,4 @@
-"""Curves: what was measured over the length of the context, and what heads are predicted to lose over bytes."""
+"""Line plots: measurements over the length of the context, and predicted loss of heads over bytes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .palette import EDGE, GROUPS, INK, order_of, styles_of
 if TYPE_CHECKING:
     from ..config import DiffKVConfig
 
-# (tokens, value) by the name of a cache
+# (tokens, value) pairs by the name of a cache
 Curves = Mapping[str, Sequence[tuple[float, float]]]
-# inches: of one panel, of several side by side, of a row, of the legend, and of the picture of losses
+# sizes in inches: one panel, several side by side, a row, the legend, and the loss plot
 PANEL_WIDTH, PANELS_WIDTH, ROW_SIZE, LEGEND = 6.5, 9.0, 2.6, 0.25
 PANEL_COLUMNS, LEGEND_COLUMNS = 3, 4
 LOSS_WIDTH, LOSS_HEIGHT = 6.5, 3.8
-# where a precision for each head is predicted, beside the ratios of the ladder
+# number of ratios at which a precision for each head is predicted, besides those of the ladder
 BETWEEN = 12
 TOKENS_LABEL = "tokens of context"
 
 
 def memory(curves: Curves | Mapping[str, Curves], title: str = "") -> Picture:
-    """Bytes held against tokens, a curve for each cache.
+    """Plots bytes held against tokens, with one curve per cache.
 
     Args:
-        curves: (tokens, bytes) by the name of a cache; or such a mapping for each of several panels, by title.
-        title: of a single panel.
+        curves: (tokens, bytes) pairs by the name of a cache, or a mapping of panel titles to such mappings.
+        title: title of a single panel.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -44,7 +44,7 @@ def memory(curves: Curves | Mapping[str, Curves], title: str = "") -> Picture:
 
 
 def speed(curves: Curves | Mapping[str, Curves], title: str = "") -> Picture:
-    """Milliseconds per generated token against context; arguments and errors as of `memory`, with milliseconds."""
+    """Plots milliseconds per generated token against context; arguments and errors as for `memory`."""
     return _drawn(_panels(curves, title), "ms per token")
 
 
@@ -58,12 +58,14 @@ def curves(
     columns: int = PANEL_COLUMNS,
     **axis: Any,
 ) -> Picture:
-    """Any figure against context, as `memory`.
+    """Plots any quantity against context; arguments and errors as for `memory`.
 
     Args:
-        level: where to draw a line across.
-        columns: panels side by side.
-        **axis: what Matplotlib's `Axes.set` takes.
+        ylabel: label of the vertical axis.
+        xlabel: label of the horizontal axis.
+        level: height of a horizontal line; None draws none.
+        columns: number of panels side by side.
+        **axis: arguments of Matplotlib's `Axes.set`.
     """
     return _drawn(_panels(curves, title), ylabel, xlabel, level, columns, **axis)
 
@@ -130,14 +132,15 @@ def _locator(settings: dict[str, Any], most: int) -> Any:
 
 
 def loss(config: DiffKVConfig, title: str = "") -> Picture:
-    """Predicted KL over the bytes of a stored token, with a precision for each head and with one for all.
+    """Plots predicted KL over the bytes of a stored token, with one precision per head and with one for all heads.
 
     Args:
-        config: with a calibration that has what the heads of its model lose.
+        config: configuration whose calibration contains the sensitivity of the model's heads.
+        title: title of the plot.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: heads were not measured.
+        ValueError: the calibration does not contain it.
     """
     from ..config.allocation import SENSITIVITY, loss_curve
 

@@ -1,4 +1,4 @@
-"""What a cache keeps in every layer and KV head: shares of the levels, or precisions."""
+"""Overviews of a cache by layer and KV head: shares of the levels, or precisions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ..cache.diffkv_cache import DiffKVCache
     from ..cache.report import LayerReport, MemoryReport
 
-# inches: of a row of heads at least and at most, of all rows where they are many, and of the picture's width
+# sizes in inches: minimum and maximum height of a row of heads, total height of many rows, and the picture's width
 ROW_HEIGHTS, ROWS_HEIGHT = (0.05, 0.3), 8.0
 OVERVIEW_WIDTH = 8.0
-# likewise, where a layer is a column and a head is a row
+# height of a head's row and maximum height of all, where layers are columns
 HEAD_HEIGHT, HEADS_HEIGHT = 0.35, 4.0
-# part of its cell that a head's bar takes
+# share of its cell that a head's bar fills, in width and height
 FILLED = (0.94, 0.8)
 TICKS = 16
 # left, top, width and height
@@ -27,17 +27,17 @@ Box = tuple[float, float, float, float]
 
 
 def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
-    """A row for each compressed layer, in it a bar for each KV head: the shares of high, low, window and pruned tokens.
+    """Plots the shares of high, low, window and pruned tokens, one row per compressed layer and one bar per KV head.
 
     All bars have the same size, so the area of a colour is that level's share of all tokens.
 
     Args:
-        cache: a cache, or what its `memory()` said.
-        title: None: what the cache takes of a dense one's bytes.
+        cache: cache, or the report that its `memory()` returned.
+        title: title; None gives the cache's size relative to a dense cache.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no cache, or one that holds nothing yet.
+        ValueError: `cache` is neither, or holds nothing yet.
     """
     report = _report_of(cache)
     rows, columns = len(report.layers), max(len(layer.high) for layer in report.layers)
@@ -52,9 +52,9 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
 
 
 def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
-    """A column for each compressed layer, in it a cell for each KV head, the darker the more bits its tokens have.
+    """Plots the precision of each head, one column per compressed layer and one cell per KV head; darker is more bits.
 
-    Arguments and errors are those of `levels`.
+    Arguments and errors as for `levels`.
     """
     report = _report_of(cache)
     rows = max(len(layer.precisions) for layer in report.layers)
@@ -74,13 +74,13 @@ def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> P
 
 
 def precision_colours(report: MemoryReport) -> dict[str, str]:
-    """Colours of the precisions that heads have, the darker the more bits; those of few bits come first."""
+    """Returns the colours of the heads' precisions by name, from few bits (light) to many (dark)."""
     names = sorted({name for layer in report.layers for name in layer.precisions}, key=_bits)
     return dict(zip(names, shades(len(names))))
 
 
 def _bits(name: str) -> tuple[int, str]:
-    """Of a key and a value element together, for the order; of two precisions the first."""
+    """Returns a sort key: the bits of a key and a value element together, of the first precision if there are two."""
     from ..precision import Precision
 
     precision = Precision.parse(name.partition("/K")[0])
@@ -88,7 +88,7 @@ def _bits(name: str) -> tuple[int, str]:
 
 
 def _report_of(cache: DiffKVCache | MemoryReport) -> MemoryReport:
-    """What a cache holds, or what its `memory()` said. Raises `ValueError` for anything else, or nothing held."""
+    """Returns the memory report of `cache`; raises `ValueError` for other objects and for empty caches."""
     report = cache.memory() if hasattr(cache, "memory") else cache
     if not hasattr(report, "num_layers"):
         raise ValueError(f"cache is a {type(cache).__name__}; pass a DiffKVCache, or what its memory() returned.")
@@ -105,7 +105,7 @@ def _title(report: MemoryReport) -> str:
 
 
 def _bars(row: int, layer: LayerReport) -> list[tuple[str, Box]]:
-    """Level and box of each part of a layer's bars; a head is one wide, a layer one high."""
+    """Returns level and box of each part of a layer's bars; a cell is one unit wide and one high."""
     bars = []
     for head, counts in enumerate(zip(*(getattr(layer, name) for name in LEVELS))):
         left, scale = head + (1 - FILLED[0]) / 2, FILLED[0] / max(1, sum(counts))
@@ -117,7 +117,7 @@ def _bars(row: int, layer: LayerReport) -> list[tuple[str, Box]]:
 
 
 def _draw(axis: Axes, boxes: Sequence[tuple[str, Box]], colours: dict[str, str], **edges: Any) -> None:
-    """One collection for each name, as thousands of patches take seconds."""
+    """Draws the boxes as one collection per name, because thousands of patches take seconds."""
     from matplotlib.collections import PolyCollection
 
     for name, colour in colours.items():
@@ -130,7 +130,7 @@ def _draw(axis: Axes, boxes: Sequence[tuple[str, Box]], colours: dict[str, str],
 
 
 def _label_cells(axis: Any, label: str, names: list[int]) -> None:
-    """Names under the middle of cells, as many as there is room for, along an axis from left to right or downwards."""
+    """Labels the middle of cells along an axis, left to right or top to bottom, as many as there is room for."""
     step = -(-len(names) // TICKS)
     axis.set_ticks([i + 0.5 for i in range(0, len(names), step)], [str(name) for name in names[::step]])
     axis.set_tick_params(length=0, labelsize=SMALL, labelcolor=INK)
@@ -140,7 +140,7 @@ def _label_cells(axis: Any, label: str, names: list[int]) -> None:
 
 
 def _finished(figure: Any, title: str, colours: dict[str, str], columns: int) -> Picture:
-    """The picture with a title above and what colours mean below, in so many columns."""
+    """Adds a title above and a legend of the colours below, in `columns` columns."""
     from matplotlib.patches import Patch
 
     figure.axes[0].spines[:].set_visible(False)

@@ -1,7 +1,7 @@
-"""The one palette: levels and caches have the same colour in every picture, page and terminal of the project.
+"""The palette: levels and caches have the same colour in every picture, web page and terminal of the project.
 
-Colours of levels are of falling darkness, so that they can be told apart in grey and by colour-blind people; caches
-differ by mark and dash as well.
+The colours of levels become lighter in stacking order, so they differ in greyscale and for colour-blind readers. Caches
+also differ by mark and dash.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 # in stacking order
 LEVELS = {"high": "#08306b", "low": "#2f80c4", "window": "#eea62a", "pruned": "#e6e8eb"}
-# much the same among the 256 colours of terminals
+# nearest of the 256 terminal colours
 TERMINAL = {"high": 17, "low": 68, "window": 214, "pruned": 254}
 INK, PAPER = "#1a1a1a", "#ffffff"
 GRID, EDGE = "#d9dce1", "#9aa1ab"
-# around what the model wrote
+# frame around generated text
 FRAME = "#d0021b"
 DASHES = ("solid", "dashed", "dotted", "dashdot")
 MARKS = ("o", "^", "v", "d")
@@ -23,18 +23,18 @@ MARKS = ("o", "^", "v", "d")
 
 @dataclass(frozen=True)
 class Style:
-    """How a cache is drawn: Matplotlib's names of a colour, a mark and a line style."""
+    """Style of a cache's curve: Matplotlib's names of a colour, a marker and a line style."""
 
     colour: str
     mark: str
     dash: str = "solid"
 
 
-# by the beginning of a cache's or method's name, in lower case without spaces and hyphens
+# styles by the beginning of a cache's or method's name, in lower case without spaces and hyphens
 CACHE_STYLES = {
     "dynamiccache": Style("#1a1a1a", "*"),
     "dense": Style("#1a1a1a", "*"),
-    # takes what a dynamic one does, so its curve lies on that and must leave it visible
+    # uses as much memory as a dynamic cache, so its curve lies on that curve and must leave it visible
     "staticcache": Style("#9a9a9a", "x", "dashed"),
     "quantizedcachehqq": Style("#e59cc4", "D"),
     "hqq": Style("#e59cc4", "D"),
@@ -45,23 +45,23 @@ CACHE_STYLES = {
     "diffkv": Style("#0072b2", "o"),
 }
 OTHER = Style("#6b7280", "p")
-# of what is no cache
+# styles of series that are not caches
 GROUPS = (Style("#0072b2", "o"), Style("#d55e00", "s"), Style("#005a43", "^"), Style("#e59cc4", "D"))
 
 
 def style_of(name: str) -> Style:
-    """That of the family of a cache or method."""
+    """Returns the style of the family that a cache or method belongs to."""
     return next((style for start, style in CACHE_STYLES.items() if _plain(name).startswith(start)), OTHER)
 
 
 def order_of(name: str) -> tuple[int, str]:
-    """Sorts caches for a legend: as they stand in `CACHES`, others before them."""
+    """Returns a sort key for legends: the order of `CACHE_STYLES`, other names first."""
     starts = [index for index, start in enumerate(CACHE_STYLES) if _plain(name).startswith(start)]
     return (starts[0] if starts else -1, name)
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """Different ones for all names: members of a family share its colour and differ by dash and mark."""
+    """Returns a different style for each name: members of a family share its colour and differ by dash and mark."""
     styles: dict[str, Style] = {}
     for name in names:
         family = style_of(name)
@@ -73,32 +73,32 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is read better on `colour` (WCAG 2.1, contrast ratio)."""
+    """Returns black or white, whichever is more legible on `colour` (WCAG 2.1, contrast ratio)."""
     brightness = luminance(colour)
     return "#000000" if (brightness + 0.05) / 0.05 > 1.05 / (brightness + 0.05) else PAPER
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of "#rrggbb", 0 (black) to 1 (white) (WCAG 2.1)."""
+    """Returns the relative luminance of "#rrggbb" (WCAG 2.1), from 0 (black) to 1 (white)."""
     shares = (channel / 255 for channel in channels(colour))
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def channels(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue of "#rrggbb", 0 to 255."""
+    """Returns red, green and blue of "#rrggbb", 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def shades(count: int) -> list[str]:
-    """So many colours of rising darkness, from that of nothing to that of the high level."""
+    """Returns `count` colours of increasing darkness, from the colour of the pruned level to that of the high level."""
     light, dark = channels(LEVELS["pruned"]), channels(LEVELS["high"])
     steps = [index / max(1, count - 1) for index in range(count)] if count > 1 else [1.0]
     return ["#" + "".join(f"{round(a + (b - a) * step):02x}" for a, b in zip(light, dark)) for step in steps]
 
 
 def mixed(shares: Mapping[str, float]) -> str:
-    """The mean colour of levels, weighted by their shares, which add up to 1."""
+    """Returns the mean colour of levels, weighted by their shares, which must add up to 1."""
     parts = [(share, channels(LEVELS[name])) for name, share in shares.items()]
     return "#" + "".join(f"{round(sum(share * colour[i] for share, colour in parts)):02x}" for i in range(3))
 

@@ -1,4 +1,4 @@
-"""Marks: quality against bytes, with a name beside each and none on another, and a figure of every head by layer."""
+"""Scatter plots: quality against bytes, with names that do not overlap, and one value per head by layer."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ if TYPE_CHECKING:
 # inches
 SCATTER_WIDTH, SCATTER_HEIGHT = 8.0, 5.4
 LAYERS_WIDTH, LAYERS_HEIGHT = 7.5, 3.8
-# below this a logarithmic scale goes on as a linear one, down to 0
+# a logarithmic scale is linear below this, down to 0
 LINEAR = 1e-3
-# offsets of a name from its mark in points, near ones first
+# offsets of a name from its mark in points, nearest first
 NEAR = [(7, 0, "left"), (7, 8, "left"), (7, -8, "left"), (-7, 0, "right"), (-7, 8, "right"), (-7, -8, "right")]
 FAR = [(side * x, y, name) for x in (14, 32) for y in range(-91, 92, 13) for side, name in ((1, "left"), (-1, "right"))]
 OFFSETS = NEAR + sorted(FAR, key=lambda offset: abs(offset[0]) + abs(offset[1]))
-# a mark's half width in points, and beyond which distance a line leads to it
+# half of a mark's width in points, and distance beyond which a line connects a name with its mark
 MARK_POINTS, LEADS = 5, 10
-# worse than to cover anything
+# cost of leaving the frame, higher than that of any overlap
 OUTSIDE = 1e6
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one method reaches.
+    """Result of one method.
 
     Attributes:
-        ratio: of the dense cache's bytes.
-        value, low, high: its figure, and the bounds of its interval.
+        name: name of the method.
+        ratio: bytes as a share of the dense cache's.
+        value: measured value.
+        low, high: bounds of the value's interval.
     """
 
     name: str
@@ -45,15 +47,17 @@ class Point:
 
 
 def quality(points: Sequence[Point], title: str, ylabel: str, logarithmic: bool = False) -> Picture:
-    """A mark for each method, with its interval and name: how good it is at which share of the dense cache's bytes.
+    """Plots quality against the share of the dense cache's bytes, one named mark with its interval per method.
 
     Args:
-        ylabel: what the figures are, and which of them are better.
-        logarithmic: the scale of figures, but for the smallest.
+        points: results of the methods.
+        title: title of the plot.
+        ylabel: label of the vertical axis, which should say whether higher is better.
+        logarithmic: whether the vertical axis is logarithmic; it is linear below `LINEAR`.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no points.
+        ValueError: there are no points.
     """
     if not points:
         raise ValueError("points is empty; there is nothing to draw.")
@@ -81,14 +85,16 @@ def quality(points: Sequence[Point], title: str, ylabel: str, logarithmic: bool 
 
 
 def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, logarithmic: bool = False) -> Picture:
-    """A mark for each head over its layer.
+    """Plots one value per head over its layer.
 
     Args:
-        groups: (layer, value) of each head, by the name of what was measured.
+        groups: (layer, value) of each head, by the name of the measured quantity.
+        ylabel: label of the vertical axis.
+        logarithmic: whether the vertical axis is logarithmic.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no groups, or more than there are colours for.
+        ValueError: there are no groups, or more than there are colours.
     """
     if not 0 < len(groups) <= len(GROUPS):
         raise ValueError(f"groups has {len(groups)} entries; give 1 to {len(GROUPS)}.")
@@ -103,7 +109,7 @@ def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, log
 
 
 def _place_names(axis: Axes, points: Sequence[Point]) -> None:
-    """Writes the name beside each mark where it covers least."""
+    """Writes each name beside its mark, where it overlaps least."""
     from matplotlib.transforms import Bbox
 
     figure: Any = axis.figure
@@ -126,7 +132,7 @@ def _place_names(axis: Axes, points: Sequence[Point]) -> None:
         _, order, box = min(costs, key=lambda cost: cost[:2])
         taken.append(box)
         right, up, side = OFFSETS[order]
-        # a line ends at the side of the name that is towards its mark
+        # the line ends at the side of the name that faces its mark
         line = {"arrowstyle": "-", "color": style_of(point.name).colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
         line["relpos"] = (0.0 if side == "left" else 1.0, 0.5)
         axis.annotate(
@@ -145,7 +151,7 @@ def _place_names(axis: Axes, points: Sequence[Point]) -> None:
 
 
 def _beside(centre: Sequence[float], offset: tuple[float, float, str], size: Bbox, scale: float) -> Bbox:
-    """Where a text of this size lies at such an offset from `centre`, in pixels."""
+    """Returns the box of a text of this size at `offset` (in points) from `centre`, in pixels."""
     from matplotlib.transforms import Bbox
 
     right, up, side = offset
@@ -154,6 +160,6 @@ def _beside(centre: Sequence[float], offset: tuple[float, float, str], size: Bbo
 
 
 def _shared(box: Bbox, other: Bbox) -> float:
-    """Area that both cover."""
+    """Returns the area of the boxes' overlap."""
     both = box.intersection(box, other)
     return both.width * both.height if both else 0.0

@@ -1,4 +1,4 @@
-"""Rules that turn significance into levels. `base.Policy` says what a rule needs, `register_policy` adds one."""
+"""Policies, which turn significance into levels. They extend `base.Policy`; `register_policy` adds one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ REMOVED = ("h2o", "pyramid", "random", "share", "snapkv", "streaming")
 
 
 def register_policy(name: str, policy: type[Policy]) -> None:
-    """Makes `policy` known as `DiffKVConfig(policy=name)` in this process.
+    """Registers `policy` in this process, so that `DiffKVConfig(policy=name)` finds it.
 
     Args:
-        name: a new name; registering one class twice under its name does nothing.
-        policy: a frozen dataclass that extends `Policy`; its fields are the policy's options.
+        name: name of the policy. Registering the same class again under its name does nothing.
+        policy: frozen dataclass that extends `Policy`; its fields are the policy's options.
 
     Raises:
-        ValueError: `policy` is no such class, or another policy has the name.
+        ValueError: `policy` does not extend `Policy`, or another policy has the name.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(f"policy={policy!r} must be a class that extends hf_diffkv.policy.Policy.")
@@ -43,7 +43,7 @@ def register_policy(name: str, policy: type[Policy]) -> None:
 
 
 def make_policy(name: str, options: Mapping[str, Any]) -> Policy:
-    """Builds the policy called `name` with the given options.
+    """Creates the policy called `name` with the given options.
 
     Raises:
         ValueError: there is no such policy or option, or a value is outside its range.

@@ -16,13 +16,13 @@ from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 
 
 class Tokens(NamedTuple):
-    """The tokens of one layer that are levelled after a forward of several tokens, in no particular order.
+    """Tokens of one layer whose levels are decided after a forward of several tokens, in no particular order.
 
     Attributes:
-        row: int64 [n]; a row is one request and KV head.
-        mean: float32 [n], mean significance.
-        position: int64 [n], index among the request's real tokens.
-        level: int8 [n], `HIGH_LEVEL` or `LOW_LEVEL` where it is stored, `WINDOW_LEVEL` where it is exact until now.
+        row: row of each token, int64 [n]; a row is one request and KV head.
+        mean: mean significance, float32 [n].
+        position: index among the request's real tokens, int64 [n].
+        level: current level, int8 [n]: `HIGH_LEVEL` or `LOW_LEVEL` for stored tokens, `WINDOW_LEVEL` for exact ones.
     """
 
     row: Tensor
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     level: Tensor
 
     def select(self, chosen: Tensor) -> Tokens:
-        """Returns the tokens of a bool [n]."""
+        """Returns the tokens that `chosen`, bool [n], marks."""
         return Tokens(*(part[chosen] for part in self))
 
 
@@ -41,9 +41,9 @@ class ForwardRows(NamedTuple):
     Attributes:
         layer: index of the layer among the model's compressed layers.
         num_layers: number of the model's compressed layers.
-        length: int64 [rows], real tokens seen, N.
-        outside: int64 [rows], number of them that are neither in the window nor sinks, pruned ones included.
-        alpha_high, alpha_low: float32 [rows], the relative thresholds of the rows.
+        length: real tokens seen, N, int64 [rows].
+        outside: real tokens seen that are neither in the window nor sinks, pruned ones included, int64 [rows].
+        alpha_high, alpha_low: relative thresholds, float32 [rows].
     """
 
     layer: int
@@ -55,11 +55,12 @@ class ForwardRows(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """What a policy decides for `Tokens`.
+    """A policy's decision for `Tokens`.
 
     Attributes:
-        level: int8 [n], `PRUNED_LEVEL`, `LOW_LEVEL` or `HIGH_LEVEL`; above the level a token has, it keeps that.
-        alpha_high, alpha_low: float32 [rows], the rows' relative thresholds from now on; None where they stay.
+        level: new level, int8 [n]: `PRUNED_LEVEL`, `LOW_LEVEL` or `HIGH_LEVEL`. A token is never promoted: it keeps its
+            current level if the new one is higher.
+        alpha_high, alpha_low: new relative thresholds, float32 [rows]; None leaves them unchanged.
     """
 
     level: Tensor
@@ -68,15 +69,17 @@ class Levels(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """All rows while a token of each leaves the window: [layers, batch, heads], or what broadcasts to it.
+    """All rows in a decode step, in which one token of each leaves the window.
+
+    All tensors are [layers, batch, heads] or broadcast to it.
 
     Attributes:
-        alpha_high, alpha_low: float32, the relative thresholds.
-        length: int64 [layers, batch, 1], real tokens seen, N.
-        candidate: int64 [layers, batch, 1], position of the token that leaves.
-        sinks: int64 [layers, batch, 1], number of first tokens that are sinks.
-        high_count, low_count: int32, tokens stored.
-        layer: int64 [layers, 1, 1], as in `ForwardRows`.
+        alpha_high, alpha_low: relative thresholds, float32.
+        length: real tokens seen, N, int64 [layers, batch, 1].
+        candidate: position of the token that leaves the window, int64 [layers, batch, 1].
+        sinks: number of leading tokens that are sinks, int64 [layers, batch, 1].
+        high_count, low_count: tokens stored at each level, int32.
+        layer: index of the layer among the model's compressed layers, int64 [layers, 1, 1].
     """
 
     alpha_high: Tensor
@@ -90,29 +93,30 @@ class StepRows(NamedTuple):
 
     @property
     def outside(self) -> Tensor:
-        """int64 [layers, batch, 1], as in `ForwardRows`, without the candidate."""
+        """Real tokens neither in the window nor sinks, without the candidate, int64 [layers, batch, 1]."""
         return self.candidate - self.sinks
 
 
 def option(default: Any, *, least: float | None = None, most: float | None = None) -> Any:
-    """Makes a field of a policy: an integer or a number, like its default.
+    """Creates a field of a policy: an integer if its default is one, otherwise a number.
 
     Args:
-        least: lower bound of a number.
-        most: upper bound of a number.
+        default: default value.
+        least: lower bound, inclusive; None for none.
+        most: upper bound, inclusive; None for none.
     """
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Base of all policies. A policy that overrides nothing decides by relative thresholds.
+    """Base class of all policies. A policy that overrides nothing decides by relative thresholds.
 
     Raises:
-        ValueError: an option outside its range; the message names it.
+        ValueError: an option is outside its range; the message names it.
     """
 
-    # whether `levels` gives each token what its mean alone earns by `relative_thresholds`, and leaves the alphas
+    # whether `levels` compares each token's mean with `relative_thresholds` alone and leaves the alphas unchanged
     by_thresholds: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -121,49 +125,58 @@ class Policy:
 
     @property
     def sets_thresholds(self) -> bool:
-        """Whether `thresholds` is more than the rows' relative thresholds."""
+        """Whether the policy overrides `thresholds`."""
         return type(self).thresholds is not Policy.thresholds
 
     def first_alphas(self, alpha_high: Any, alpha_low: Any) -> tuple[Any, Any]:
-        """Returns the relative thresholds of an empty layer: one number each, or one per head.
+        """Returns the relative thresholds of an empty layer, one number or one per head.
 
         Args:
-            alpha_high, alpha_low: the configuration's thresholds for the layer, in the same forms.
+            alpha_high, alpha_low: thresholds of the layer in the configuration, one number or one per head.
         """
         return 0.0, 0.0
 
     def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
-        """Decides the levels of one layer after a forward of several tokens; by default by relative thresholds."""
+        """Decides the levels of one layer's tokens after a forward of several tokens.
+
+        The default decides by relative thresholds.
+        """
         high, low = relative_thresholds(rows)
         return Levels(levels_between(tokens.mean, high[tokens.row], low[tokens.row]))
 
     def thresholds(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """Returns the high and low thresholds of Algorithm 1 on mean significance, float32.
+        """Returns the high and the low threshold of Algorithm 1 on mean significance, float32.
 
-        Both broadcast to [layers, batch, heads], and the low one is nowhere above the high one. The host must not read
-        anything back.
+        Both broadcast to [layers, batch, heads]. The low one must nowhere exceed the high one. The implementation must
+        not read anything back to the host.
         """
         return relative_thresholds(rows)
 
 
 def relative_thresholds(rows: ForwardRows | StepRows) -> tuple[Tensor, Tensor]:
-    """alpha_high / N and alpha_low / N, float32."""
+    """Returns alpha_high / N and alpha_low / N, float32."""
     tokens = rows.length.float()
     return rows.alpha_high / tokens, rows.alpha_low / tokens
 
 
 def mean_significance(score: Tensor, position: Tensor, length: Tensor) -> Tensor:
-    """Mean attention from later queries, float32: sum / (N - 1 - position). All arguments broadcast."""
+    """Returns the mean attention from later queries, sum / (N - 1 - position), float32.
+
+    Args:
+        score: sum of the attention received, float32.
+        position: index among the request's real tokens, int, broadcastable to `score`.
+        length: real tokens seen, N, int, broadcastable to `score`.
+    """
     return score / (length - 1 - position).clamp(min=1).float()
 
 
 def levels_of(high: Tensor, kept: Tensor) -> Tensor:
-    """int8: high where `high`, else low where `kept`, else pruned."""
+    """Returns levels, int8: high where `high`, otherwise low where `kept`, otherwise pruned."""
     return torch.where(high, HIGH_LEVEL, torch.where(kept, LOW_LEVEL, PRUNED_LEVEL)).to(torch.int8)
 
 
 def levels_between(mean: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """int8: high from the threshold `high` on, low from `low` on, pruned below."""
+    """Returns levels, int8: high if the mean is at least `high`, low if it is at least `low`, otherwise pruned."""
     return levels_of(mean >= high, mean >= low)
 
 
@@ -172,7 +185,7 @@ def _checked(field: dataclasses.Field, value: Any) -> Any:
     default: Any = field.default
     kind, name = (numbers.Integral, "an integer") if isinstance(default, int) else (numbers.Real, "a number")
     fits = isinstance(value, kind) and not isinstance(value, bool)
-    # a comparison with NaN is False
+    # NaN fails every comparison and is refused
     if not (fits and (least is None or value >= least) and (most is None or value <= most)):
         bounds = f" of at least {least}" if most is None else f" between {least} and {most}"
         raise ValueError(f"policy_options: {field.name}={value!r} must be {name}{bounds}.")

@@ -10,7 +10,7 @@ from .base import Policy
 
 @dataclass(frozen=True)
 class DiffKV(Policy):
-    """A token is high from `alpha_high / N` on, low from `alpha_low / N` on, pruned below."""
+    """DiffKV's policy: high from a mean of `alpha_high / N` on, low from `alpha_low / N` on, pruned below."""
 
     by_thresholds: ClassVar[bool] = True
 

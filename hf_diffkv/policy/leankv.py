@@ -12,15 +12,15 @@ from .base import ForwardRows, Levels, Policy, Tokens, levels_of, option
 
 @dataclass(frozen=True)
 class LeanKV(Policy):
-    """Prunes the least significant tokens that together have less than `low_cut` of a head's significance.
+    """LeanKV's policy: prunes the least significant tokens that together hold less than `low_cut` of a head's total.
 
-    The next ones, up to `high_cut`, are low, and the rest is high. A generated token is compared with the cuts of the
-    last prompt, relative to 1/N: with the least significant token above each cut. Where nothing was below a cut, or no
-    prompt was outside the window yet, that threshold is 0.
+    The next tokens, up to `high_cut`, are low, and the others are high. For generated tokens, each cut becomes a
+    relative threshold: the significance of the last prompt's least significant token above the cut, times N. The
+    threshold is 0 if no token was below the cut, or if no prompt has left the window yet.
 
     Args:
-        high_cut: the paper's T_h.
-        low_cut: the paper's T_l, at most `high_cut`.
+        high_cut: T_h of the paper.
+        low_cut: T_l of the paper, at most `high_cut`.
     """
 
     high_cut: float = option(0.05, least=0, most=1)
@@ -38,16 +38,16 @@ class LeanKV(Policy):
 
 
 def rank_in_rows(row: Tensor, key: Tensor, position: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Ranks each token from the top of its row: the greatest `key` first, of equal ones the newest first.
+    """Ranks the tokens of each row by descending `key`; equal keys are ranked newest first.
 
     Args:
-        row: int64 [n], the row of each token.
-        key: [n] of any dtype.
-        position: int64 [n].
+        row: row of each token, int64 [n].
+        key: sort key of each token, [n] of any dtype.
+        position: position of each token, int64 [n].
         rows: number of rows.
 
     Returns:
-        int64 [n], 0 for the first, and int64 [rows], the number of tokens of each row.
+        Rank of each token, int64 [n], 0 for the first, and the number of tokens of each row, int64 [rows].
     """
     order = torch.argsort(position, descending=True)
     order = order[torch.argsort(key[order], descending=True, stable=True)]
@@ -59,20 +59,23 @@ def rank_in_rows(row: Tensor, key: Tensor, position: Tensor, rows: int) -> tuple
 
 
 def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:
-    """Share of its row's significance that a token has together with all that are less significant, float64 [n]."""
+    """Returns the cumulative share of each token, float64 [n].
+
+    The cumulative share is the share of the row's significance that the token and all less significant ones hold.
+    """
     rank, count = rank_in_rows(tokens.row, tokens.mean, tokens.position, rows)
     end = count.cumsum(0)
     place = end[tokens.row] - 1 - rank
     total = torch.zeros_like(tokens.mean, dtype=torch.float64)
     total[place] = tokens.mean.double()
-    # one longer, so that each row can take off what the rows before it have
+    # a leading zero, so that each row can subtract the total of the rows before it
     total = torch.cat([total.new_zeros(1), total.cumsum(0)])
     before, after = total[end - count][tokens.row], total[end][tokens.row]
     return (total[place + 1] - before) / (after - before)
 
 
 def _relative_cut(tokens: Tokens, rows: ForwardRows, above: Tensor) -> Tensor:
-    """Relative threshold between the tokens `above` a cut (bool [n]) and the others, float32 [rows]."""
+    """Returns the relative threshold between the tokens `above` a cut (bool [n]) and the others, float32 [rows]."""
     count = rows.length.numel()
     least = torch.full((count,), torch.inf, device=above.device)
     least.scatter_reduce_(0, tokens.row[above], tokens.mean[above], "amin")

@@ -1,4 +1,4 @@
-"""The state of one device and everything that changes it. Knows nothing of Transformers."""
+"""The compressed state on one device and everything that changes it. Knows nothing of Transformers."""
 
 from .compaction import settle
 from .copies import drop_unused_layers, fork_store, move_rows, prepare_rows, select_rows

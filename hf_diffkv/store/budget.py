@@ -1,8 +1,8 @@
-"""Keeping a store under `max_bytes` by tightening its thresholds.
+"""Keeps a store under `max_bytes` by tightening its thresholds.
 
-Tightening by `strength` raises alpha_high to at least `strength` and alpha_low to at least a tenth of it (where a
-head has no low tier: to the same), so that the least significant tokens sink first and are pruned first. Thresholds
-never go back.
+Tightening by `strength` raises alpha_high to at least `strength` and alpha_low to at least a tenth of it. Where a head
+has no low tier, alpha_low is raised to `strength` too. So the least significant tokens are demoted and pruned first.
+Thresholds are never lowered again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from .state import Store
 LOW_SHARE = 0.1
 SEARCH_STEPS = 24
 STRONGEST = 1e6
-# after tightening this share of the pages is in use, so that it is needed seldom
+# share of the pages in use after tightening; the rest makes tightening rare
 FILLED_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Tokens of some rows, all that these rows hold outside the window.
+    """All tokens that some rows hold outside the window.
 
     Attributes:
-        row: int64 [n]. relative: float32 [n], relative significance mean * N.
-        level: int8 [n], above which they cannot rise.
+        row: row of each token, int64 [n].
+        relative: relative significance, mean * N, float32 [n].
+        level: highest level the token may have, int8 [n].
     """
 
     row: Tensor
@@ -40,26 +41,26 @@ class Weighed:
     level: Tensor
 
     def below(self, alpha_high: Tensor, alpha_low: Tensor) -> Weighed:
-        """With the levels that relative thresholds, float32 [rows], leave them."""
+        """Returns the tokens with levels capped by relative thresholds, float32 [rows]."""
         earned = levels_between(self.relative, alpha_high[self.row], alpha_low[self.row])
         return replace(self, level=torch.minimum(self.level, earned))
 
 
 def tightened(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-    """Both thresholds, float32 of any one shape, tightened."""
+    """Returns both thresholds tightened by `strength`; float32, both of one shape."""
     _, least_low = _least(alpha_high, alpha_low, strength)
     high = alpha_high.clamp(min=strength)
     return high, torch.minimum(torch.maximum(alpha_low, least_low), high)
 
 
 def _least(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-    """What tightening makes of thresholds at least."""
+    """Returns the lower bounds that tightening sets for both thresholds."""
     share = torch.where(alpha_low < alpha_high, LOW_SHARE, 1.0)
     return torch.full_like(share, strength), share * strength
 
 
 def fit(store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Weighed, allowed: int) -> float:
-    """The least strength, 0 for none, with which `tokens` take at most `allowed` pages.
+    """Returns the smallest strength with which `tokens` take at most `allowed` pages; 0 if none is needed.
 
     Args:
         alpha_high, alpha_low: float32 [rows].
@@ -88,10 +89,10 @@ def fit_layer(store: Store, layer: int, tokens: Weighed) -> Tensor:
     """Tightens one layer's thresholds until its tokens fit its share of the budget.
 
     Args:
-        tokens: with the levels that the policy gives them.
+        tokens: the layer's tokens with the levels the policy gave them.
 
     Returns:
-        int8 [n], the levels that fit.
+        Levels that fit, int8 [n].
     """
     free = store.pool.free_list.free + store.pool.max_pages - store.pool.capacity
     capacities = (store.layout.high.capacity, store.layout.low.capacity)
@@ -110,10 +111,10 @@ def fit_layer(store: Store, layer: int, tokens: Weighed) -> Tensor:
 
 
 def make_room(store: Store, pages: int) -> None:
-    """Tightens all thresholds until `pages` pages can be taken, and rewrites every row by them.
+    """Tightens all thresholds until `pages` pages can be taken, and rewrites every row accordingly.
 
     Raises:
-        MemoryError: not even pruning everything outside the windows would do; nothing has changed then.
+        MemoryError: pruning everything outside the windows would not free enough; nothing has changed.
     """
     limit = store.pool.max_pages - 1
     if pages > limit:
@@ -136,14 +137,14 @@ def make_room(store: Store, pages: int) -> None:
     keep, demoted = (high == HIGH_LEVEL, low != PRUNED_LEVEL), high == LOW_LEVEL
     nothing = no_tokens(store)
     rewrite_rows(rows, stored, keep, demoted, (nothing, nothing))
-    # where they stand, as captured steps read them there
+    # in place, because captured steps read them there
     for alpha, tight in zip(alphas, new_alphas):
         alpha.copy_(tight)
     store.forget_bounds()
 
 
 def _note(store: Store, strength: float) -> None:
-    """Warns where the budget tightens a store's thresholds for the first time."""
+    """Records the strength; warns the first time the budget tightens a store's thresholds."""
     if strength and not store.tightening:
         warnings.warn(
             f"max_bytes={store.config.max_bytes} is full: from here on the least significant tokens are kept less "
@@ -154,14 +155,14 @@ def _note(store: Store, strength: float) -> None:
 
 
 def no_tokens(store: Store) -> NewTokens:
-    """Nothing to add to a row."""
+    """Returns an empty set of new tokens."""
     none = torch.zeros(0, dtype=torch.int64, device=store.device)
     score = torch.zeros(0, device=store.device)
     return NewTokens.of(none, Given(score.view(0, 1), score.view(0, 1)), score, none)
 
 
 def _relative(store: Store, tokens: StoredTokens, tier: int, length: Tensor) -> Tensor:
-    """mean * N of stored tokens, float32 [n]."""
+    """Returns mean * N of stored tokens, float32 [n]."""
     view = segments(store.pool.pages, (store.layout.high, store.layout.low)[tier])
     score, position = view.scores(tokens.page, tokens.slot), view.positions(tokens.page, tokens.slot)
     return mean_significance(score, position, length[tokens.row]) * length[tokens.row]

@@ -1,6 +1,6 @@
-"""Compaction behind generated tokens: Algorithm 1 over all rows of a store.
+"""Compaction after each generated token: Algorithm 1 over all rows of a store.
 
-The policy sets their thresholds. Nothing is read by the host.
+The policy sets the thresholds. The host reads nothing back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .state import Store
 
 
 def settle(store: Store) -> None:
-    """Runs the compaction of the last step, if it is still to be done."""
+    """Runs the compaction of the last step if it is still pending."""
     if store.compaction_due:
         compact(store)
         store.compaction_due = False
 
 
 def compact(store: Store) -> None:
-    """Sends the oldest token of every window that holds too many through Algorithm 1: the device's part."""
+    """Runs Algorithm 1 on the device for the oldest token of every overfull window."""
     if store.centers_soon:
         center_rows(store)
     in_native_code, feedback = store.backend() == NATIVE, store.model_feedback
@@ -42,7 +42,7 @@ def compact(store: Store) -> None:
 
 
 def _step_rows(store: Store) -> StepRows:
-    """Views of the store's own tensors, which follow it; nothing is computed."""
+    """Returns views of the store's tensors; nothing is computed."""
     return StepRows(
         store.alpha_high,
         store.alpha_low,
@@ -56,7 +56,7 @@ def _step_rows(store: Store) -> StepRows:
 
 
 def _thresholds(store: Store, state: StepRows) -> tuple[Tensor, Tensor]:
-    """High and low threshold of every row, float32 [layers, batch, heads]."""
+    """Returns the high and the low threshold of every row, float32 [layers, batch, heads]."""
     given = store.policy.thresholds(state)
     if store.config.max_bytes is not None and store.policy.sets_thresholds:
         given = tuple(map(torch.maximum, given, relative_thresholds(state)))

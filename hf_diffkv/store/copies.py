@@ -1,8 +1,8 @@
-"""Requests that are chosen, repeated and dropped, and stores that share memory until one of them changes.
+"""Selection, repetition and removal of requests, and stores that share memory until one of them changes.
 
-Forks read the same pages, windows and tables. The first change of one gives it its own copy, in a pool of its own:
-every forward adds to the significance of all tokens, which stands in the pages, so a change would copy them all
-anyway. Pages count their owners, and the last owner keeps pool and pages without a copy.
+Forks read the same pages, windows and tables. Before a fork first changes, it gets its own copy in its own pool. Every
+forward adds to the significance of all tokens, which is stored in the pages, so a change would copy all pages anyway.
+Pages are reference-counted. The last owner keeps the pool and its pages without a copy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ COPY_PAGES = 4096
 
 
 def fork_store(store: Store) -> Store:
-    """A store that continues from the same tokens, sharing memory with `store`.
+    """Returns a store that continues from the same tokens and shares memory with `store`.
 
     Raises:
-        ValueError: some tokens may still be taken back.
+        ValueError: some recorded tokens may still be cropped.
     """
     settle(store)
     if any(recorded is not None for recorded in store.recorded):
@@ -45,7 +45,7 @@ def make_private(store: Store) -> None:
     """Gives `store` its own copy of everything it shares, before it changes.
 
     Raises:
-        MemoryError: the copy does not fit; nothing has changed then.
+        MemoryError: the copy does not fit; nothing has changed.
     """
     if store.twins is None:
         return
@@ -66,7 +66,7 @@ def make_private(store: Store) -> None:
 
 
 def copy_pages(store: Store, source: Tensor, target: Tensor) -> None:
-    """Copies whole pages within a pool, int64 [n] ids each."""
+    """Copies whole pages within a pool; `source` and `target` are page ids, int64 [n]."""
     pages = store.pool.pages
     for start in range(0, source.numel(), COPY_PAGES):
         part = slice(start, start + COPY_PAGES)
@@ -74,7 +74,7 @@ def copy_pages(store: Store, source: Tensor, target: Tensor) -> None:
 
 
 def _release_at_end(store: Store) -> None:
-    # a fork that is dropped unchanged takes its name off the pages
+    # a fork that is dropped unchanged releases its pages
     store.finalizer = weakref.finalize(store, _release, store.pool, store.table)
     store.finalizer.atexit = False
 
@@ -84,22 +84,22 @@ def _release(pool: PagePool, table: PageTable) -> None:
 
 
 def select_rows(store: Store, index: Tensor) -> None:
-    """Makes the batch `index` of the old one: request i becomes what request index[i] was.
+    """Reorders the batch: request i becomes the former request index[i].
 
-    A request that appears again is copied; one that does not appear gives its pages back at once.
+    A request that appears more than once is copied. The pages of a request that does not appear are freed at once.
 
     Args:
-        index: int64 [new batch size], each in [0, batch_size).
+        index: old request of each new one, int64 [new batch size], each in [0, batch_size).
 
     Raises:
-        MemoryError: the copies do not fit; nothing has changed then.
+        MemoryError: the copies do not fit; nothing has changed.
     """
     prepare_rows(store, index)
     move_rows(store, index)
 
 
 def move_rows(store: Store, index: Tensor) -> None:
-    """`select_rows` after `prepare_rows` with the same `index`."""
+    """Reorders the batch as `select_rows` does, after `prepare_rows` with the same `index`."""
     index = index.to(store.device)
     given, chosen, duplicate = _moves(store, index)
     store.pool.free_list.give(given)
@@ -117,10 +117,10 @@ def move_rows(store: Store, index: Tensor) -> None:
 
 
 def prepare_rows(store: Store, index: Tensor) -> None:
-    """Makes the room that `move_rows` needs for the same `index`.
+    """Reserves the pages that `move_rows` needs for the same `index`.
 
     Raises:
-        MemoryError: the copies do not fit; nothing has changed then.
+        MemoryError: the copies do not fit; nothing has changed.
     """
     make_private(store)
     settle(store)
@@ -138,7 +138,7 @@ def prepare_rows(store: Store, index: Tensor) -> None:
 
 
 def _moves(store: Store, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages of dropped requests; the table of the new batch; where in it stand pages that need a copy."""
+    """Returns the pages of dropped requests, the new batch's table, and a mask of its entries that need a copy."""
     table = store.table.table
     first = torch.full((store.batch_size,), index.numel(), device=store.device)
     order = torch.arange(index.numel(), device=store.device)
@@ -150,7 +150,7 @@ def _moves(store: Store, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def drop_unused_layers(store: Store, used: int) -> None:
-    """Gives back what is held for layers beyond the first `used`, which never came."""
+    """Frees the state of the layers beyond the first `used`, which the model never ran."""
     if used == store.num_layers:
         return
     make_private(store)

@@ -1,4 +1,4 @@
-"""One new token per request: append it to the window, attend, update sums."""
+"""Decode step: one new token per request is appended to the window, attends, and updates the significance sums."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def attend_token(
 
     Args:
         layer: index of the layer within the store.
-        query: [batch, query_heads, 1, key_dim].
-        key, value: [batch, heads, 1, dim].
-        valid: bool [batch], where the token is real; None where all are.
+        query: query states, [batch, query_heads, 1, key_dim].
+        key, value: key and value states, [batch, heads, 1, dim].
+        valid: True where the token is real, bool [batch]; None if all are.
 
     Returns:
-        [batch, query_heads, 1, value_dim] in the query's dtype.
+        Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
     if store.backend() == NATIVE:
         note_logits(store, layer, softmax)
@@ -50,7 +50,10 @@ def attend_token(
 def append(
     store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, query: Tensor | None = None
 ) -> Tensor | None:
-    """Stores the newest token of every request; arguments as in `attend_token`. Returns `query_form` of the query."""
+    """Stores the newest token of every request and returns the query in the store's form (`query_form`).
+
+    Arguments as in `attend_token`.
+    """
     rows, rotation = store.rows(layer), store.rotation
     options = {"limit": store.value_limit, "valid": valid}
     if rotation is None:
@@ -70,26 +73,27 @@ def attend_newest(
     valid: Tensor | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """Attends from the newest token of every request, which `append` has stored; updates sums.
+    """Attends from the newest token of every request, which `append` has stored, and updates the sums.
 
     Args:
-        query: as `query_form` returns it.
-        held: joins the sums of several layers that attend to the same tokens; other arguments as in `attend_token`.
+        query: query states in the store's form (`query_form`), [batch, query_heads, 1, key_dim].
+        held: accumulator that joins the sums of several layers attending to the same tokens; None for one layer.
+            Other arguments as in `attend_token`.
 
     Returns:
-        [batch, query_heads, 1, value_dim] in the query's dtype.
+        Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
     note_logits(store, layer, softmax)
     bounds, query = store.bounds(layer), query[:, :, 0]
     scratch = prepare_scratch(store, query, bounds.max_tokens)
     options = {"bounds": bounds, "scratch": scratch, "valid": valid, "held": held}
     output = decode_attention(query, store.rows(layer), softmax, **options)
-    # the heads as if they were tokens: tiles of one token each would read the matrix once for each
+    # heads are passed as tokens: tiles of one token each would read the matrix once per tile
     return model_form(store, output[None])[0][:, :, None]
 
 
 class SharedStep:
-    """One generated token per request, attended by several layers (readers.py). Arguments as in `attend_token`."""
+    """One generated token per request that several layers attend to (readers.py). Arguments as in `attend_token`."""
 
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         self._store, self._layer, self._valid = store, layer, valid
@@ -97,17 +101,21 @@ class SharedStep:
         append(store, layer, key, value, valid)
 
     def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
-        """One layer's attention, as `attend_token` returns it; `last`: no further layer reads these tokens."""
+        """Returns one layer's attention output, as `attend_token` does.
+
+        Args:
+            last: True if no further layer reads these tokens.
+        """
         self._held.last = last
         query = query_form(self._store, query)
         return attend_newest(self._store, self._layer, query, softmax, self._valid, self._held)
 
 
 def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:
-    """Buffers shared by all layers; grown in steps, since a captured graph keeps using them.
+    """Returns buffers shared by all layers. They grow in steps, because a captured graph keeps using them.
 
     Args:
-        query: [batch, query_heads, key_dim], of which the shape counts.
+        query: query states, [batch, query_heads, key_dim]; only the shape, dtype and device matter.
     """
     held, rows = store.scratch, store.batch_size * store.num_heads
     if held is None or held.max_tokens < max_tokens or held.output.shape[0] != rows:
@@ -116,7 +124,7 @@ def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch
 
 
 def planned_scratch(store: Store, query: Tensor, requests: int, room: int) -> int:
-    """Bytes of the buffers of `prepare_scratch` in a store of so many requests and that `room`; changes nothing."""
+    """Returns the size in bytes of `prepare_scratch`'s buffers for `requests` requests and `room` tokens per row."""
     return scratch_bytes(query, store.rows(0), _scratch_tokens(store, 0, room), requests)
 
 

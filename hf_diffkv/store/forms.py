@@ -1,22 +1,20 @@
-"""The form in which a store holds tokens: exact ones in windows, and keys and values rotated, keys less an offset.
+"""Conversion between the model's keys and values and the form in which a store holds them.
 
-Sinks and the newest tokens are exact (their slots: pages/rows.py).
+Sinks and the newest tokens are held exactly, in the window (slots: pages/rows.py).
 
-A key k is held as R (k - mu) and a value v as R v, with a rotation R of the channels (ops/rotation.py) and a mean key
-mu of each (layer, request, KV head). Pages and window alike hold that form, so nothing inside a store knows of it:
-queries come in as R q, and what attention gives goes out rotated back; a native step does both itself (native.py).
-As (R q) . R (k - mu) = q . k - q . mu, and q . mu is the same for all tokens of a row, the softmax is what it was. It
-would not be beside an attention sink, nor under a softcap: layers that have one are rotated and not centred.
+A key k is held as R (k - mu) and a value v as R v. R rotates the channels (ops/rotation.py), and mu is a mean key of
+each (layer, request, KV head). Pages and window hold the same form, so the code inside a store need not know of it:
+queries are rotated to R q on entry, and attention outputs are rotated back. A native step does both itself (native.py).
+Since (R q) . R (k - mu) = q . k - q . mu and q . mu is the same for all tokens of a row, the softmax does not change.
+It would change with an attention sink or a softcap, so layers that have one are rotated but not centred.
 
-mu is fixed when the first token of a row leaves the window, as the mean of all the row's keys until then, those of
-the forward that makes it leave included. Until then it is zero, and the window is centred anew when it is fixed.
-Afterwards it stays, also where the mean of later keys is another. A row of which nothing outside the window is left
-(tokens that a mask hides) starts over.
+mu is zero until the first token of a row leaves the window. Then it is fixed as the mean of all the row's keys so far,
+including those of the current forward, and the window is centred again. It stays fixed even if the mean of later keys
+differs. A row with nothing left outside the window (because a mask hid tokens) starts over.
 
-How keys are rounded when they are stored is up to the queries of the forward that brings them (ops/rounding). What
-these say is taken from the prompt, the turn or the chunk itself and then forgotten: it takes no memory between
-forwards. Tokens that leave the window while generating are rounded by what is known of the model's queries
-(query_moments.py), or each element for itself.
+Keys are rounded for the queries of the forward that brings them (ops/rounding). The moments of these queries are taken
+from the prompt, turn or chunk and then dropped, so they take no memory between forwards. Tokens that leave the window
+during generation are rounded by the measured moments of the model's queries (query_moments.py), or element by element.
 """
 
 from __future__ import annotations
@@ -37,35 +35,40 @@ ALL = slice(None)
 
 
 def is_whole(store: Store, layer: int | slice = ALL) -> Tensor:
-    """bool [layers, batch], or without layers: where no token has left the window."""
+    """Returns a mask of requests with no token outside the window, bool [layers, batch], or [batch] for one layer."""
     return store.window_start[layer] == store.sink_end[layer]
 
 
 def held_tokens(store: Store, layer: int | slice = ALL) -> Tensor:
-    """int64 [layers, batch, window_slots], or without layers: the token in each slot, -1 for none."""
+    """Returns the token in each window slot, -1 for none; int64 [layers, batch, slots], or [batch, slots]."""
     state = (store.window_start[layer], store.length[layer], store.sink_end[layer])
     return rows.held_tokens(*state, store.sink_slots, store.window_slots)
 
 
 def held_count(store: Store, layer: int | slice = ALL) -> Tensor:
-    """int64 [layers, batch], or without layers: how many there are."""
+    """Returns the number of exact tokens, int64 [layers, batch], or [batch] for one layer."""
     return rows.held_count(store.window_start[layer], store.length[layer], store.sink_end[layer])
 
 
 def slots_of(store: Store, position: Tensor, sink_end: Tensor) -> Tensor:
-    """Their slots; position, and what their requests have as `sink_end`: int64 that broadcast."""
+    """Returns the window slots of exact tokens.
+
+    Args:
+        position: index of each token among its request's real tokens, int64.
+        sink_end: `sink_end` of each token's request, int64, broadcastable to `position`.
+    """
     return rows.slots_of(position, sink_end, store.sink_slots, store.window_slots)
 
 
 def exact_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slot, row and index, int64 [n] each, of those of one layer."""
+    """Returns slot, row and token index of one layer's exact tokens, int64 [n] each."""
     token = held_tokens(store, layer).repeat_interleave(store.num_heads, dim=0)
     row, slot = (token >= 0).nonzero(as_tuple=True)
     return slot, row, token[row, slot]
 
 
 def center_rows(store: Store) -> None:
-    """Fixes the key offset of rows whose first token is about to leave the window (see above)."""
+    """Fixes the key offset of rows whose first token is about to leave the window (see the module docstring)."""
     due = is_whole(store) & (store.length - store.window_start > store.config.window)
     for layer in store.uncentered:
         due[layer] = False
@@ -73,23 +76,23 @@ def center_rows(store: Store) -> None:
 
 
 def stored_form(store: Store, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the model, [batch, heads, tokens, dim], as the store holds them."""
+    """Converts the model's keys and values, [batch, heads, tokens, dim], to the store's form."""
     return rotate(key, store.key_rotation, _offset(store, layer)), rotate(value, store.value_rotation)
 
 
 def query_form(store: Store, query: Tensor) -> Tensor:
-    """Queries [batch, query_heads, tokens, key_dim] to attend to what the store holds with."""
+    """Converts queries, [batch, query_heads, tokens, key_dim], to the store's form."""
     return rotate(query, store.key_rotation)
 
 
 def model_form(store: Store, output: Tensor) -> Tensor:
-    """What attention to the store's values gave, [batch, heads, tokens, value_dim], in the model's channels."""
+    """Rotates attention outputs over stored values, [batch, heads, tokens, value_dim], back to the model's form."""
     matrix = store.value_rotation
     return output if matrix is None else rotate(output, matrix.mT)
 
 
 def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
-    """Keys of the store, [batch, heads, tokens, key_dim] in the dtype of the computation, as the model had them."""
+    """Converts the store's keys, [batch, heads, tokens, key_dim] in the compute dtype, back to the model's form."""
     if store.config.center:
         key = key + store.key_offset[layer][:, :, None]
     matrix = store.key_rotation
@@ -97,7 +100,7 @@ def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
 
 
 def note_logits(store: Store, layer: int, softmax: Softmax) -> None:
-    """Notes whether a layer's attention depends on more than differences of its logits, so that it is not centred."""
+    """Excludes a layer from centring if its attention depends on more than differences of logits."""
     if softmax.softcap is not None or softmax.sinks is not None:
         store.uncentered.add(layer)
 
@@ -107,7 +110,12 @@ def _offset(store: Store, layer: int) -> Tensor | None:
 
 
 def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-    """Raises `ValueError` unless all real keys and values, [batch, heads, tokens, dim], can be stored."""
+    """Raises `ValueError` unless all real keys and values can be stored.
+
+    Args:
+        key, value: key and value states of the model, [batch, heads, tokens, dim].
+        valid: True for real tokens, bool [batch, tokens]; None if all are.
+    """
     for tensor in (key, value):
         peaks = [_peak(store, part) for part in tensor.split(tokens_at_once(tensor), dim=2)]
         peak = torch.cat(peaks, dim=1)
@@ -117,18 +125,23 @@ def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None)
 
 
 def _peak(store: Store, tensor: Tensor) -> Tensor:
-    """The largest that an element of each token [batch, heads, tokens, dim] may be in the store, [batch, tokens]."""
+    """Returns a bound on the magnitude of each token's stored elements, [batch, tokens].
+
+    Args:
+        tensor: keys or values of the model, [batch, heads, tokens, dim].
+    """
     if store.config.rotate:
-        # no element is larger than that, however a token is rotated
+        # the norm bounds every element under any rotation
         return torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
     return tensor.abs().amax((1, 3))
 
 
 def query_moment(store: Store, query: Tensor, valid: Tensor | None) -> Tensor | None:
-    """`second_moment` of queries [batch, query_heads, n, key_dim] of the model; None where keys are rounded plainly.
+    """Returns `second_moment` of the queries; None if keys are rounded to the nearest code.
 
     Args:
-        valid: bool [batch, Q] of the Q >= n new tokens, of which these are the newest; None where all are real.
+        query: queries of the model from the newest n tokens, [batch, query_heads, n, key_dim].
+        valid: True for real tokens among the Q >= n new ones, bool [batch, Q]; None if all are real.
     """
     if not store.rounds_for_queries:
         return None
@@ -137,15 +150,16 @@ def query_moment(store: Store, query: Tensor, valid: Tensor | None) -> Tensor | 
 
 
 def feedback(store: Store, moment: Tensor | None) -> Tensor | None:
-    """[rows, key_dim, key_dim], as `round_keys` takes it for keys in the store's form."""
+    """Returns the feedback of `round_keys` for keys in the store's form, [rows, key_dim, key_dim], or None."""
     return None if moment is None else feedback_of(moment, store.key_rotation)
 
 
 class Entering:
-    """New tokens of one layer: as the model has them, and in the forms the store needs them in.
+    """New tokens of one layer in the model's form, converted to the store's form on demand.
 
     Args:
-        key, value: [batch, heads, tokens, dim]; valid: bool [batch, tokens], None where all are real.
+        key, value: key and value states of the model, [batch, heads, tokens, dim].
+        valid: True for real tokens, bool [batch, tokens]; None if all are.
     """
 
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
@@ -155,13 +169,13 @@ class Entering:
 
     @classmethod
     def checked(cls, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> Entering:
-        """The same, once `check_finite` has passed; where tokens enter at once, they are checked then."""
+        """Creates the tokens after `check_finite`. Kernels that store prompts check the values themselves."""
         if not store.enters_at_once:
             check_finite(store, key, value, valid)
         return cls(store, layer, key, value, valid)
 
     def beside(self, past: EarlierTokens) -> tuple[Tensor, Tensor]:
-        """Keys and values to attend to together with `past`."""
+        """Returns keys and values in the form in which they are attended together with `past`."""
         if past.rows is None:
             return self.key, self.value
         if self._beside_past is None:
@@ -169,7 +183,10 @@ class Entering:
         return self._beside_past
 
     def stored(self) -> tuple[PromptSource, Tensor | None]:
-        """Keys and values to store, and the offset of all rows [batch, heads, key_dim] then; None if it stays."""
+        """Returns the keys and values to store, and the rows' new offset.
+
+        The offset is [batch, heads, key_dim], or None if it does not change.
+        """
         store, layer = self._store, self._layer
         offset = self._fixed_offset()
         if offset is None and self._beside_past is not None:
@@ -196,7 +213,7 @@ class Entering:
         return torch.where(due[:, None, None], mean, offset)
 
     def _sum_of_keys(self, dtype: torch.dtype) -> Tensor:
-        """Over all real tokens, [batch, heads, 1, key_dim]."""
+        """Returns the sum of all real keys, [batch, heads, 1, key_dim]."""
         total = torch.zeros_like(self.key[:, :, :1], dtype=dtype)
         step = tokens_at_once(self.key)
         for start in range(0, self.key.shape[2], step):
@@ -209,11 +226,11 @@ class Entering:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """New tokens in the order of [batch, heads, tokens], in the store's form when they are read.
+    """New tokens indexed in [batch, heads, tokens] order and converted to the store's form when read.
 
     Attributes:
-        key, value: [batch, heads, tokens, dim] of the model.
-        key_rotation, value_rotation, offset: as `rotate` takes them; None leaves channels as they are.
+        key, value: key and value states of the model, [batch, heads, tokens, dim].
+        key_rotation, value_rotation, offset: arguments of `rotate`; None leaves the channels unchanged.
     """
 
     key: Tensor
@@ -230,7 +247,7 @@ class PromptSource:
         row, token = index // tokens, index % tokens
         place = row // heads, row % heads, token
         offset = None if self.offset is None else self.offset[place[:2]][None]
-        # as if each token were a head of its own
+        # each token is treated as a separate head
         key = rotate(self.key[place][None, :, None], self.key_rotation, offset)
         value = rotate(self.value[place][None, :, None], self.value_rotation)
         return key[0, :, 0], value[0, :, 0]

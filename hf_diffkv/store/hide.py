@@ -1,7 +1,7 @@
-"""Tokens that a mask hides after they were stored: from then on they are padding, as if they had never been fed.
+"""Removal of stored tokens that a mask hides: from then on they count as padding, as if never fed.
 
-Pages and windows hold the tokens that remain under new indices. A token's sum is scaled so that its mean stays: what
-hidden queries gave to it cannot be told apart, so the mean over all later queries stands for those that remain.
+Pages and windows keep the remaining tokens under new indices. A token's sum is scaled so that its mean stays the same:
+the contributions of hidden queries cannot be separated, so the mean over all later queries stands for the remaining.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .state import Store
 
 
 def hide_tokens(store: Store, shown: Tensor) -> None:
-    """Drops every token that is real but not shown, in all layers, and gives back the pages that become empty.
+    """Drops every real token that is not shown, in all layers, and frees the pages that become empty.
 
     Args:
-        shown: bool [batch, past], a subset of the real tokens; what may still be taken back included.
+        shown: mask of the tokens to keep, bool [batch, past], a subset of the real tokens; includes recorded tokens.
     """
     make_private(store)
     real = store.padding.mask()
@@ -40,9 +40,9 @@ def hide_tokens(store: Store, shown: Tensor) -> None:
 
 
 def _new_indices(real: Tensor, shown: Tensor) -> Tensor:
-    """int64 [batch, columns + 1]: by index among the real tokens the index among the shown ones, -1 where hidden."""
+    """Returns the new index of each real token among the shown ones, int64 [batch, columns + 1]; -1 if hidden."""
     columns = real.shape[1]
-    # padding goes to the column that no token has
+    # padding is scattered to the extra last column
     old = torch.where(real, real.cumsum(1) - 1, columns)
     new = torch.where(shown, shown.cumsum(1) - 1, -1)
     moved = torch.full((real.shape[0], columns + 1), -1, device=real.device)
@@ -52,7 +52,7 @@ def _new_indices(real: Tensor, shown: Tensor) -> Tensor:
 
 
 def _share(before: Tensor, after: Tensor) -> Tensor:
-    """Factor float32 on a sum over `before` later queries of which `after` remain."""
+    """Returns the factor for sums over `before` later queries when `after` of them remain, float32."""
     return after.clamp(min=0).float() / before.clamp(min=1).float()
 
 
@@ -83,14 +83,14 @@ def _hide_in_windows(store: Store, moved: Tensor) -> None:
     new = by_layer.gather(2, old.clamp(min=0))
     layer, request, place = ((old >= 0) & (new >= 0)).nonzero(as_tuple=True)
     old, new = old[layer, request, place], new[layer, request, place]
-    # tokens of each request with a smaller index that remain
+    # number of remaining tokens below each index, for each request
     remaining = torch.cat([moved.new_zeros(moved.shape[0], 1), (moved >= 0).cumsum(1)], dim=1)
     remaining = remaining.expand(store.num_layers, -1, -1)
     start, end, length = (
         remaining.gather(2, torch.minimum(index, store.length)[..., None])[..., 0]
         for index in (store.window_start, store.sink_end, store.length)
     )
-    # a request of which everything is exact has all its sinks
+    # a request with exact tokens only has all its sinks
     whole = start == end
     start, end = (torch.where(whole, store.sink_slots, index) for index in (start, end))
     new_place = slots_of(store, new, end[layer, request])

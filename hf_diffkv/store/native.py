@@ -1,6 +1,6 @@
-"""Decode steps of a store in native code: one call per layer, and one per round of compaction for all layers.
+"""Decode steps of a store in native code: one call per layer, and one call per compaction for all layers.
 
-What a call needs to know is filled in once and used again while the store's tensors stay where they are.
+The argument blocks are filled in once and reused while the store's tensors stay in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .state import Store
 
 
 class NativeCalls:
-    """The blocks of one store, valid while its rows are `kept`."""
+    """Argument blocks of one store, valid while its rows are `kept`."""
 
     def __init__(self, store: Store, kept: KeptRows) -> None:
         self.kept = kept
@@ -28,7 +28,7 @@ class NativeCalls:
         self._round: Compaction | None = None
 
     def step(self, store: Store, layer: int) -> StepBlock:
-        """The block of one layer's step, with nothing to append."""
+        """Returns the block of one layer's step, without a token to append."""
         block = self._steps[layer]
         if block is None:
             rows = self.kept.layer(layer)
@@ -39,7 +39,7 @@ class NativeCalls:
         return block
 
     def round(self, store: Store) -> Compaction:
-        """The block of a round of compaction."""
+        """Returns the block of one compaction."""
         if self._round is None:
             self._round = round_block(self.kept.all(), store.flag)
             self._round.window = store.config.window
@@ -50,7 +50,7 @@ class NativeCalls:
 
 
 def calls(store: Store) -> NativeCalls:
-    """The store's blocks, made anew where its tensors have moved."""
+    """Returns the store's blocks, rebuilt if its tensors have moved."""
     kept = store.kept_rows()
     if store.native_calls is None or store.native_calls.kept is not kept:
         store.native_calls = NativeCalls(store, kept)
@@ -60,7 +60,7 @@ def calls(store: Store) -> NativeCalls:
 def append_and_attend(
     store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **options: Any
 ) -> Tensor:
-    """Appends a token and attends from it, in one call; arguments and result as in `attend_token`."""
+    """Appends a token and attends from it in one call; arguments and result as in `attend_token`."""
     block = calls(store).step(store, layer)
     kept = set_token(block, key, value)
     output = attend(block, query, softmax, **options)
@@ -69,7 +69,7 @@ def append_and_attend(
 
 
 def compact(store: Store, high_threshold: Tensor, low_threshold: Tensor | None, feedback: ModelFeedback | None) -> None:
-    """One round of compaction; thresholds, one for each row, and feedback as in `ops.compact.compact_step`."""
+    """Compacts all rows once; thresholds (one per row) and feedback as in `ops.compact.compact_step`."""
     block = calls(store).round(store)
     set_feedback(block, feedback)
     run(block, high_threshold, low_threshold)

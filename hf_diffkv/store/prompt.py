@@ -1,4 +1,7 @@
-"""Several new tokens at once: a prompt, a further turn, a chunk. Attention is exact on them, then all is levelled."""
+"""Several new tokens at once: a prompt, a further turn or a chunk.
+
+Attention among the new tokens is exact. Afterwards the policy decides the levels of the whole layer.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +44,22 @@ def attend_tokens(
     valid: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attends from Q new tokens over what is stored and themselves, then compresses the layer.
+    """Attends from Q new tokens over the stored tokens and themselves, then compresses the layer.
 
     Args:
         layer: index of the layer within the store.
-        query: [batch, query_heads, Q, key_dim]; key, value: [batch, heads, Q, dim].
-        valid: bool [batch, Q], real tokens; None where all are.
-        mask: bool [batch, 1, Q, Q], attention among the new tokens where it is not plainly causal.
+        query: query states, [batch, query_heads, Q, key_dim].
+        key, value: key and value states, [batch, heads, Q, dim].
+        valid: True for real tokens, bool [batch, Q]; None if all are.
+        mask: attention mask among the new tokens, bool [batch, 1, Q, Q]; None is causal.
 
     Returns:
-        [batch, query_heads, Q, value_dim] in the query's dtype.
+        Attention output, [batch, query_heads, Q, value_dim] in the query's dtype.
 
     Raises:
-        ValueError: keys or values that are not finite; nothing has changed then. Where `Store.enters_at_once`, the
-            next look at the device raises it instead.
-        MemoryError: the compressed tokens do not fit; this layer is as it was.
+        ValueError: keys or values are not finite; nothing has changed. With `Store.enters_at_once` it is raised by the
+            next look at the device instead.
+        MemoryError: the compressed tokens do not fit; this layer is unchanged.
     """
     new = Entering.checked(store, layer, key, value, valid)
     past = Past.read(store, layer, new)
@@ -75,13 +79,15 @@ def attend_beside(
     softmax: Softmax,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`prefill_attention` from Q new tokens over what is before them and themselves; changes nothing.
+    """Runs `prefill_attention` from Q new tokens over the P earlier ones and themselves; does not change the store.
 
     Args:
-        query: of the model; key, value: as `Entering.beside` has them.
+        query: query states of the model, [batch, query_heads, Q, key_dim].
+        key, value: keys and values from `Entering.beside`, [batch, heads, Q, dim].
 
     Returns:
-        The output, and what each key received, float32 [batch, heads, P + Q]; None where the store selects nothing.
+        The attention output, and the attention each key received, float32 [batch, heads, P + Q]; the latter is None if
+        the store selects no tokens.
     """
     note_logits(store, layer, softmax)
     if not store.layout.selects:
@@ -93,17 +99,17 @@ def attend_beside(
 
 
 class Past:
-    """What a layer holds before a forward, and where each token of it ranks within its row."""
+    """A layer's tokens before a forward, and the rank of each within its row."""
 
     def __init__(self) -> None:
         self.tokens: tuple[StoredTokens, StoredTokens]
         self.earlier = EarlierTokens()
-        # row and rank of the tokens of each part: high, low, window
+        # row and rank of each part's tokens: high, low, window
         self.ranks: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
     def read(cls, store: Store, layer: int, new: Entering) -> Past:
-        """Before `new` enters."""
+        """Reads the layer's state before `new` is stored."""
         past = cls()
         if store.enters_at_once:
             longest = Forward.of(store, layer, new).longest[layer]
@@ -114,7 +120,7 @@ class Past:
         return past
 
     def find_tokens(self, store: Store, layer: int) -> int:
-        """Lists every token, and returns how many the longest row has."""
+        """Lists every token and returns the length of the longest row."""
         rows = store.batch_size * store.num_heads
         counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
         self.tokens = tuple(stored_tokens(store.rows(layer), tier) for tier in (HIGH, LOW))
@@ -132,12 +138,17 @@ class Past:
         return longest
 
     def gather(self, received: Tensor, part: int) -> Tensor:
-        """This forward's contribution to the tokens of one part (high, low, window); received: [rows, P + Q]."""
+        """Returns this forward's contribution to the sums of one part's tokens.
+
+        Args:
+            received: attention received by each key, [rows, P + Q].
+            part: 0 for high, 1 for low, 2 for the window.
+        """
         return received[self.ranks[part]] if self.ranks else received.new_zeros(0)
 
 
 def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, token index and rank of everything in a layer's window, in row order, then by index."""
+    """Returns row, token index and rank of each token in a layer's window, sorted by row, then index."""
     start, end = store.window_start[layer], store.sink_end[layer]
     count = held_count(store, layer).repeat_interleave(store.num_heads)
     row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
@@ -147,20 +158,21 @@ def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tensor:
-    """Slots of exact tokens, given their rows of the layer."""
+    """Returns the window slots of exact tokens, given their rows within the layer."""
     return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
 
 
 def compress(
     store: Store, layer: int, past: Past, new: Entering, received: Tensor | None, moment: Tensor | None
 ) -> None:
-    """Adds what was received, as of `prompt.attend_beside`, levels the new tokens and levels the past anew.
+    """Updates the sums and decides the levels of new and earlier tokens.
 
     Args:
-        moment: of the queries that keys are rounded for, as of `query_moment`.
+        received: attention received by each key, as `attend_beside` returns it.
+        moment: second moment of the queries that keys are rounded for, as `query_moment` returns it.
 
     Raises:
-        MemoryError: they do not fit; the layer is as it was.
+        MemoryError: the tokens do not fit; the layer is unchanged.
     """
     if store.enters_at_once:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
@@ -212,7 +224,12 @@ def compress(
 
 
 def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
-    """Stores sums that have grown, `length` int64 [rows] being the rows' new one; None where they are as stored."""
+    """Writes the significance sums of stored tokens.
+
+    Args:
+        scores: new sums of the high and the low tier, float32 [n] each.
+        length: new length of the rows, int64 [rows], which seeds the rounding; None to restore sums that were read.
+    """
     for tier, score in enumerate(scores):
         layout, tokens = (store.layout.high, store.layout.low)[tier], past.tokens[tier]
         noise = None if length is None else score_noise(tokens.index, length[tokens.row], tier)
@@ -229,12 +246,12 @@ def _candidates(
     old_length: Tensor,
     received: Tensor | None,
 ) -> NewTokens:
-    """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position.
+    """Returns all exact tokens, those of the window and the new ones, sorted by row, then position.
 
     Args:
-        source: the new ones.
-        offset: of all rows' keys, as `Entering.stored` returns it.
-        received: [rows, P + Q]; None where nothing adds to sums.
+        source: the new tokens.
+        offset: new key offset of all rows, as `Entering.stored` returns it.
+        received: attention received by each key, [rows, P + Q]; None if sums do not grow.
     """
     heads, new_count = store.num_heads, source.key.shape[2]
     place = past.window_row, window_slot(store, layer, past.window_row, past.window_token)
@@ -274,15 +291,17 @@ def decide_levels(
     scores: Sequence[Tensor],
     length: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels of a layer's stored high, stored low and leaving tokens; sets the rows' relative thresholds.
+    """Decides the levels of stored and leaving tokens, and sets the rows' relative thresholds.
 
     Args:
-        stored: what each tier holds (high, low). leaving: tokens that leave the window.
-        scores: float32 sums of both tiers, void where the store selects nothing: all of a head have one level then.
-        length: int64 [rows], real tokens seen.
+        stored: stored tokens of each tier (high, low).
+        leaving: tokens that leave the window.
+        scores: sums of both tiers, float32; empty if the store selects no tokens. All tokens of a head then have the
+            same level.
+        length: real tokens seen, int64 [rows].
 
     Returns:
-        int8 [n] of each of the three; no stored token rises.
+        Levels of the stored high, the stored low and the leaving tokens, int8 [n] each. No stored token is promoted.
     """
     if not store.layout.selects:
         of_row = torch.where(store.low_heads[layer], LOW_LEVEL, HIGH_LEVEL).to(torch.int8).view(-1)

@@ -1,6 +1,6 @@
-"""Prompts that kernels store, and what the host knows of such a forward from few looks at the device.
+"""Storage of prompts by kernels, and the host's bounds on such a forward, which need few looks at the device.
 
-Whether new tokens are finite is seen at the next look, as with steps of one token.
+Non-finite keys or values are detected at the next look, as in decode steps.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from .state import Store
 
 
 def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor | None, feedback: Tensor | None) -> bool:
-    """Stores a layer's new tokens, keys rounded by `feedback` (forms.py); levels its past where tokens are chosen.
+    """Stores a layer's new tokens; with token selection, also decides the levels of the earlier ones.
 
     Args:
-        received: float32 [batch, heads, P + Q], added to sums first; None where no token is chosen.
+        received: attention received by each key, float32 [batch, heads, P + Q], added to the sums first; None if the
+            store selects no tokens.
+        feedback: matrices by which keys are rounded (`forms.feedback`), or None.
 
     Returns:
-        False where the most pages that a layer with chosen tokens may lack are not there: it is as it was, and may
-        fit nevertheless.
+        False if, with token selection, the upper bound on the pages needed is not available. The layer is unchanged,
+        and the tokens may still fit.
 
     Raises:
-        MemoryError: tokens of which none is chosen do not fit; the layer is as it was.
+        MemoryError: without token selection, the tokens do not fit; the layer is unchanged.
     """
     forward = Forward.of(store, layer, new)
     try:
@@ -53,22 +55,25 @@ def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor |
 
 
 def pages_of(tokens: np.ndarray, capacity: int | np.ndarray) -> np.ndarray:
-    """How many pages of `capacity` tokens each they take."""
+    """Returns the number of pages of `capacity` tokens that hold `tokens` tokens, elementwise."""
     return -(-tokens // capacity)
 
 
 @dataclass
 class Forward:
-    """What the host knows of the layers of a store before a forward of several tokens.
+    """Counts and bounds that the host has for a store's layers in a forward of several tokens.
 
     Attributes:
-        tokens: new ones of each request, padding included.
-        rank, count: of the new tokens, as the ops take them.
-        longest: tokens of each layer's longest row, window included. centers: layers with a row to be centred.
-        pages: that each layer lacks; where tokens are chosen, the most that it may lack before it gives any back.
-        free: pages that are free; where tokens are chosen, that are at least. looked: nothing has changed since then.
-        width: tokens of the longest row afterwards, as its table must hold them; the most that they may be.
-        left: layers whose tokens are still to come.
+        tokens: new tokens per request, padding included.
+        rank, count: rank of each new token and number of real ones, as in `PromptTokens`.
+        longest: length of each layer's longest row before the forward, window included.
+        centers: whether each layer has a row to be centred.
+        pages: pages each layer lacks; with token selection an upper bound, before any page is freed.
+        free: free pages; with token selection a lower bound.
+        width: upper bound on the stored tokens of the longest row after the forward; sets the page table's width.
+        left: layers that have not stored their tokens yet.
+        ready: whether the first layer has made room.
+        looked: whether `free` is still exact.
     """
 
     tokens: int
@@ -85,7 +90,7 @@ class Forward:
 
     @classmethod
     def of(cls, store: Store, layer: int, new: Entering) -> Forward:
-        """What is known, or read from the device if the forward has not been looked at yet.
+        """Returns the current forward's record, read from the device if this is its first layer.
 
         Raises:
             ValueError: an earlier forward stored keys or values that are not finite.
@@ -103,7 +108,7 @@ class Forward:
             rank = torch.where(valid, valid.cumsum(-1, dtype=torch.int32) - 1, -1).to(torch.int32)
             count = valid.sum(-1)
         parts = [store.high_count, store.low_count, store.length, store.window_start, store.sink_end]
-        # elsewhere all rows are high, or of both tiers
+        # in other layouts all rows are high, or have both tiers
         parts += [] if store.layout.selects or store.layout.one_tier else [store.low_heads]
         real = torch.full_like(store.length[0], tokens) if count is None else count
         free = store.pool.free_list.state[FREE]
@@ -128,14 +133,14 @@ class Forward:
         )
 
     def provide(self, store: Store, layer: int) -> None:
-        """Makes room for what `layer` stores next, which is then left no more.
+        """Makes room for the new tokens of `layer` and removes it from `left`.
 
-        Where no token is chosen, the first layer makes room for all. Elsewhere what a layer takes is only known on the
-        device: where the pages that are surely free may not do, the host looks how many there are, and provides what a
-        quarter of the layers that are left may take at most.
+        Without token selection, the first layer makes room for all layers. With it, only the device knows how many
+        pages a layer takes. If the lower bound on free pages is too small, the host reads the free count and makes
+        room for the most that a quarter of the remaining layers may take.
 
         Raises:
-            MemoryError: there is no room; nothing has changed then but the width of the page table.
+            MemoryError: there is no room; only the width of the page table may have changed.
         """
         if not self.ready:
             store.ensure_width(self.width)
@@ -168,7 +173,7 @@ class Forward:
         try:
             store.pool.ensure_free(need, self.free)
         except MemoryError:
-            # the layer is then stored in another way
+            # the caller stores the layer without kernels
             self.free, self.looked = 0, False
             raise
         self.free = max(self.free, need)
@@ -177,16 +182,18 @@ class Forward:
 def _lacking_pages(
     store: Store, high: np.ndarray, low: np.ndarray, leaving: np.ndarray, low_heads: np.ndarray | None = None
 ) -> np.ndarray:
-    """Pages that each row lacks at most, int64 [layers, batch, heads], as `leaving` tokens leave its window.
+    """Returns an upper bound on the pages each row lacks, int64 [layers, batch, heads].
 
     Args:
-        low_heads: rows of which all is low, int64 of the same shape; None where there are none.
+        high, low: stored tokens of each tier, int64 [layers, batch, heads].
+        leaving: tokens that leave the window, int64, broadcastable to the same shape.
+        low_heads: nonzero for rows that store all tokens in the low tier, int64 of the same shape; None if no row does.
     """
     capacity, low_capacity = store.layout.high.capacity, store.layout.low.capacity
     if not store.layout.selects:
         held, of_row = high + low, capacity if low_heads is None else np.where(low_heads, low_capacity, capacity)
         return pages_of(held + leaving, of_row) - pages_of(held, of_row)
-    # a row gains at most what leaves its window; where the high tier gains nothing, all that is high may sink
+    # a row gains at most the tokens that leave its window; if the high tier gains none, all high tokens may be demoted
     gains = pages_of(leaving, min(capacity, low_capacity)) + (leaving > 0)
     sinks = pages_of(high + low + leaving, low_capacity) - pages_of(low, low_capacity)
     return np.maximum(gains, sinks)

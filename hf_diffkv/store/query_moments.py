@@ -1,7 +1,7 @@
-"""Second moments of the queries of a model's heads: by them keys are rounded that no queries of their own came with.
+"""Second moments of the queries of a model's heads, used to round keys of generated tokens.
 
-They are nearly a constant of a model, so that one measurement serves all requests. A store reads them and does not own
-them: they are no part of a cache's bytes, and nothing of them is saved, forked or moved with rows.
+They are nearly constant for a model, so one measurement serves all requests. A store reads them but does not own them:
+they do not count towards a cache's bytes and are not saved, forked or moved with rows.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from ..ops.rotation import rotation_matrix
 from ..ops.rounding import LARGEST_BITS, feedback_of
 
 MOMENTS_FORMAT = "query moments 1"
-# what a file says of them
+# metadata entries that say where the moments come from
 ORIGIN = ("model_type", "model_digest", "documents_digest")
-# of the mean diagonal, added where queries do not span all directions
+# share of the mean diagonal added to it, in case the queries do not span all directions
 ADDED_SHARE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class QueryMoments:
-    """The mean of q q^T for each KV head, over the queries of all that read it, times a number, which does not count.
+    """Second moment q q^T of each KV head, averaged over the queries of all layers that read it, up to a factor.
 
     Attributes:
-        model_type: of the model's text configuration.
-        model_digest: of its weights, as `hf_diffkv.heads.weights.model_digest` gives it.
-        documents_digest: of the tokens that the queries are of.
-        triangles: for each compressed layer bfloat16 [heads, key_dim * (key_dim + 1) / 2], the rows of the lower
-            triangle L of L L^T, the moment, one after another. A product is positive whatever rounding did to L.
-        mark: of the model, by which its copies and relatives are recognised.
+        model_type: `model_type` of the model's text configuration.
+        model_digest: digest of the weights, as `hf_diffkv.heads.weights.model_digest` returns it.
+        documents_digest: digest of the measured documents' tokens.
+        triangles: Cholesky factor L of the moment L L^T for each compressed layer, bfloat16
+            [heads, key_dim * (key_dim + 1) / 2], the rows of the lower triangle concatenated. The product is positive
+            semidefinite even after L is rounded.
+        mark: mark by which copies and relatives of the model are recognised; None without one.
 
     Raises:
-        ValueError: tensors of another form.
+        ValueError: tensors of another shape or dtype, values that are not finite, or no layers.
     """
 
     model_type: str
@@ -78,7 +79,7 @@ class QueryMoments:
         moments: Sequence[Tensor],
         mark: Mark | None = None,
     ) -> QueryMoments:
-        """Takes moments [heads, key_dim, key_dim] of each compressed layer."""
+        """Creates an instance from the moment of each compressed layer, [heads, key_dim, key_dim]."""
         return cls(model_type, model_digest, documents_digest, tuple(map(_triangle_of, moments)), mark)
 
     @property
@@ -87,7 +88,7 @@ class QueryMoments:
         return tuple((triangle.shape[0], _dim_of(triangle)) for triangle in self.triangles)
 
     def of_groups(self, groups: Sequence[HeadGroup]) -> QueryMoments:
-        """Those of each group of heads; the same object where each is a whole layer."""
+        """Returns the moments split by head group; `self` if each group is a whole layer."""
         if all(group.heads is None for group in groups):
             return self
         found = []
@@ -97,22 +98,25 @@ class QueryMoments:
         return QueryMoments(self.model_type, self.model_digest, self.documents_digest, tuple(found))
 
     def check_layers(self, count: int) -> None:
-        """Raises `ValueError` for a model with another number of compressed layers."""
+        """Raises `ValueError` unless the model has as many compressed layers as were measured."""
         if count != len(self.triangles):
             raise _misfit(f"{len(self.triangles)} layers", f"{count} layers of this model are compressed")
 
     def check_layer(self, index: int, heads: int, key_dim: int) -> None:
-        """Raises `ValueError` unless a compressed layer of the model has so many heads of so many channels."""
+        """Raises `ValueError` unless compressed layer `index` was measured with `heads` heads of `key_dim` channels."""
         if (heads, key_dim) != self.shapes[index]:
             found, dim = self.shapes[index]
             raise _misfit(f"{found} KV heads of {dim} in layer {index}", f"that layer has {heads} of {key_dim}")
 
     @torch.inference_mode(False)
     def feedback(self, heads: int, key_dim: int, rotate: bool, device: torch.device) -> Tensor:
-        """What rows of layers with these heads are rounded by, as `ModelFeedback.matrix`; made once for each device.
+        """Returns `ModelFeedback.matrix` for layers of this head shape; computed once per device.
 
         Args:
+            heads: number of KV heads per layer.
+            key_dim: elements of a key.
             rotate: whether keys are held rotated.
+            device: device of the result.
         """
         key = heads, key_dim, rotate, device
         if key not in self._feedback:
@@ -133,7 +137,7 @@ class QueryMoments:
         return {**self.__dict__, "_feedback": {}}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a safetensors file."""
+        """Writes the moments to a safetensors file."""
         metadata = {"format": MOMENTS_FORMAT, **{name: getattr(self, name) for name in ORIGIN}}
         if self.mark is not None:
             metadata[MARK_KEY] = json.dumps(self.mark.to_dict())
@@ -142,10 +146,11 @@ class QueryMoments:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> QueryMoments:
-        """Reads what `save` wrote; the same object for a file that has not changed.
+        """Reads a file written by `save`; returns the same object as long as the file does not change.
 
         Raises:
-            ValueError: another file. OSError: it cannot be read.
+            ValueError: the file does not hold query moments.
+            OSError: the file cannot be read.
         """
         path = Path(path).resolve()
         state = path.stat()
@@ -159,7 +164,7 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
             metadata = file.metadata() or {}
             if metadata.get("format") != MOMENTS_FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r}, not {MOMENTS_FORMAT!r}")
-            # copied, as the file may be replaced
+            # copied, because the file may be replaced
             triangles = tuple(file.get_tensor(str(layer)).clone() for layer in range(len(file.keys())))
         mark = Mark.from_dict(json.loads(metadata[MARK_KEY])) if MARK_KEY in metadata else None
         return QueryMoments(*(metadata[name] for name in ORIGIN), triangles, mark)
@@ -168,13 +173,17 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
 
 
 def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
-    """What generated keys are rounded by; None where nobody measured it, or where `config` rounds none.
+    """Loads the moments by which keys of generated tokens are rounded.
 
     Args:
-        model: a loaded model, or its configuration, for which only a file beside it is found.
+        model: loaded model, or its configuration; for a configuration only a file beside it is found.
+        config: cache configuration.
+
+    Returns:
+        The moments; None if none were measured, or if `config` does not round keys for queries.
 
     Raises:
-        ValueError: a file that does not hold moments.
+        ValueError: the file does not hold query moments.
     """
     if not config.adaptive_rounding or not _has_few_bits(config):
         return None
@@ -195,7 +204,7 @@ def _has_few_bits(config: DiffKVConfig) -> bool:
 
 
 def moment_of(triangle: Tensor) -> Tensor:
-    """L L^T, float64 [heads, dim, dim]."""
+    """Returns L L^T, float64 [heads, dim, dim]."""
     dim = _dim_of(triangle)
     lower = torch.zeros(triangle.shape[0], dim, dim, dtype=torch.float64)
     row, column = torch.tril_indices(dim, dim)

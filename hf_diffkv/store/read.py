@@ -1,4 +1,4 @@
-"""Looking at a store without changing it (but for running the compaction that is due)."""
+"""Read access to a store. The only change it makes is to run a pending compaction."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from .state import Store
 
 
 class IntegrityError(RuntimeError):
-    """Pages, tables and counts contradict each other."""
+    """Raised when pages, tables and counts contradict each other."""
 
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """What one layer holds, by logical position.
+    """Tokens of one layer by logical position.
 
     Attributes:
-        keys, values: [batch, heads, seen, dim], zero where nothing is stored; float32 (float64 models: float64).
-        score: float32 [batch, heads, seen], significance sums; zeros where the store keeps none.
-        levels: int8 [batch, heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
+        keys, values: dequantised keys and values, [batch, heads, seen, dim], float32 (float64 for float64 models); zero
+            where nothing is stored.
+        score: significance sums, float32 [batch, heads, seen]; zero if the store keeps none.
+        levels: level of each token, int8 [batch, heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window or sink.
     """
 
     keys: Tensor
@@ -38,13 +39,18 @@ class LayerTokens:
 
     @property
     def mask(self) -> Tensor:
-        """bool [batch, heads, seen]: tokens that are stored."""
+        """Mask of the tokens that are stored, bool [batch, heads, seen]."""
         return self.levels > PRUNED_LEVEL
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Token counts int64 [layers, batch, heads] by level, and the tokens seen, int64 [layers, batch]."""
+    """Token counts of a store.
+
+    Attributes:
+        high, low, window: tokens at each level, int64 [layers, batch, heads].
+        seen: real tokens seen, int64 [layers, batch].
+    """
 
     high: Tensor
     low: Tensor
@@ -53,7 +59,7 @@ class Payload:
 
 
 def levels(store: Store, layer: int) -> Tensor:
-    """int8 [batch, heads, seen] as in `LayerTokens.levels`."""
+    """Returns the level of each token of a layer, int8 [batch, heads, seen], as in `LayerTokens.levels`."""
     settle(store)
     by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
     for tier, level in ((HIGH, HIGH_LEVEL), (LOW, LOW_LEVEL)):
@@ -68,7 +74,7 @@ def levels(store: Store, layer: int) -> Tensor:
 
 
 def read_tokens(store: Store, layer: int) -> LayerTokens:
-    """Keys, values, sums and levels of one layer."""
+    """Reads keys, values, sums and levels of one layer."""
     level = levels(store, layer)
     dtype = compute_dtype(store.dtype)
     keys = _by_index(store, torch.zeros(store.key_dim, dtype=dtype))
@@ -100,7 +106,7 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
 
 
 def payload(store: Store) -> Payload:
-    """Counts of all layers."""
+    """Returns the token counts of all layers."""
     settle(store)
     none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
     recorded = torch.stack([none if r is None else r.real().sum(-1) for r in store.recorded])
@@ -109,14 +115,14 @@ def payload(store: Store) -> Payload:
 
 
 def check_integrity(store: Store) -> None:
-    """Raises `IntegrityError` unless pages have the owners that they should and counts, tables and positions agree."""
+    """Raises `IntegrityError` unless page ownership, counts, tables and positions agree."""
     settle(store)
     store.check_values()
     rows = store.num_layers * store.batch_size * store.num_heads
     table = store.table.table.view(rows, -1)
     width = table.shape[1]
     expected = torch.zeros_like(table, dtype=torch.bool)
-    # of a store that selects nothing, full pages never change and requests may own them together
+    # without token selection full pages never change, and requests may share them
     changing = torch.full_like(expected, store.layout.selects)
     entries = torch.arange(width, device=store.device)
     for tier, layout, count in ((HIGH, store.layout.high, store.high_count), (LOW, store.layout.low, store.low_count)):
@@ -174,7 +180,7 @@ def _require(condition: Tensor | bool, message: str) -> None:
 
 
 def _recorded_tokens(store: Store, layer: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Row, token index, key and value of each token that may still be taken back; empty if there is none."""
+    """Returns row, token index, key and value of each recorded token; empty if there is none."""
     recorded = store.recorded[layer]
     if recorded is None:
         return []
@@ -188,13 +194,13 @@ def _recorded_tokens(store: Store, layer: int) -> list[tuple[Tensor, Tensor, Ten
 
 
 def _by_index(store: Store, like: Tensor) -> Tensor:
-    """Zeros [rows, max(seen, 1), *like.shape], to be filled by token index."""
+    """Returns zeros [rows, max(seen, 1), *like.shape], to be filled by token index."""
     shape = (store.batch_size * store.num_heads, max(store.padding.length, 1), *like.shape)
     return torch.zeros(shape, dtype=like.dtype, device=store.device)
 
 
 def _to_logical(store: Store, by_index: Tensor) -> Tensor:
-    """[rows, tokens, ...] by token index to [batch, heads, seen, ...] by logical position."""
+    """Reorders [rows, tokens, ...] by token index to [batch, heads, seen, ...] by logical position."""
     real = store.padding.mask()
     index = (real.cumsum(-1) - 1).clamp(min=0).repeat_interleave(store.num_heads, dim=0)
     rows = torch.arange(by_index.shape[0], device=store.device)[:, None]

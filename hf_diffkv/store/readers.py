@@ -1,9 +1,9 @@
-"""Several new tokens that later layers of the model read as well.
+"""Several new tokens whose keys and values later layers of the model read as well.
 
-Their queries count as further heads of the layer's groups: a token's sum gains the maximum over all of them. So the
-tokens of a forward are compressed, and those of a step get their sums, when the last of these layers has attended. A
-reader may come with the queries of the newest tokens only, as models drop what no logits are wanted of. What keys
-received from them is scaled up to all later queries, as with `observation_window`.
+The queries of reader layers count as further query heads of the KV head: a token's sum gains the maximum over all of
+them. A prompt is therefore compressed, and a step's sums are updated, when the last of these layers has attended. A
+reader may attend from the newest tokens only, because models drop the tokens that need no logits. The attention that
+keys received from them is scaled up to all later queries, as with `observation_window`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .state import Store
 
 
 class SharedTokens:
-    """Several new tokens, attended by several layers. Arguments and errors as in `attend_tokens`."""
+    """Several new tokens that several layers attend to. Arguments and errors as in `attend_tokens`."""
 
     def __init__(
         self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
@@ -31,7 +31,7 @@ class SharedTokens:
         self._moment: Tensor | None = None
 
     def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
-        """One layer's attention, from the newest tokens or all; the last one stores and compresses them."""
+        """Returns one layer's attention output, from all tokens or the newest ones; compresses them after the last."""
         store, layer = self._store, self._layer
         past = Past.read(store, layer, self._new)
         output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
@@ -47,14 +47,15 @@ class SharedTokens:
 def attend_from_newest(
     store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor | None]:
-    """Attends from the newest n of the Q new tokens over a layer's past and all new ones; changes nothing.
+    """Attends from the newest n of the Q new tokens over a layer's past and all new tokens; changes nothing.
 
     Args:
-        query: [batch, query_heads, n, key_dim]; with n < Q, all n must see the same of the tokens before them.
-        mask: bool [batch, 1, Q, Q] or None.
+        query: query states, [batch, query_heads, n, key_dim]. With n < Q, all n must see the same earlier tokens.
+        mask: attention mask among the new tokens, bool [batch, 1, Q, Q]; None is causal.
 
     Returns:
-        [batch, query_heads, n, value_dim], and what each key received, as `attend_beside` returns it.
+        The attention output, [batch, query_heads, n, value_dim], and the attention each key received, as
+        `attend_beside` returns it.
     """
     (key, value), valid = new.beside(past.earlier), new.valid
     earlier = key.shape[2] - query.shape[2]
@@ -84,10 +85,12 @@ def attend_from_newest(
 
 
 def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:
-    """How many times more queries follow each of the P + Q keys than those after the first `earlier` new tokens.
+    """Returns, for each key, the ratio of all later queries to those that attended.
+
+    The queries that attended are those after the first `earlier` new tokens.
 
     Returns:
-        float32 [batch, P + Q].
+        Ratio of each of the P + Q keys, float32 [batch, P + Q].
     """
     if valid is None:
         valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
@@ -95,6 +98,6 @@ def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) 
     there = valid[:, earlier:].sum(-1, keepdim=True)
     follow = torch.cat([valid.sum(-1, keepdim=True).expand(-1, columns - key.shape[2]), later], dim=-1)
     share = follow.float() / there.clamp(min=1).float()
-    # the queries after these keys were all there
+    # for these keys, all later queries attended
     share[:, columns - key.shape[2] + earlier :] = 1.0
     return share

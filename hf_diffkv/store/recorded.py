@@ -1,4 +1,4 @@
-"""Tokens that may still be taken back, as the model has them; rollback.py attends to them and stores them."""
+"""Recorded tokens, which may still be cropped, in the model's form; rollback.py attends to them and stores them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from ..ops.softmax import Softmax
 
 @dataclass(frozen=True)
 class Read:
-    """Attention of a layer of the model from the newest n of some tokens; query: [batch, query_heads, n, key_dim]."""
+    """Attention of one layer of the model from the newest n of some tokens.
+
+    Attributes:
+        query: query states, [batch, query_heads, n, key_dim].
+        softmax: softmax parameters of the layer.
+    """
 
     query: Tensor
     softmax: Softmax
 
     def part(self, tokens: int, start: int, stop: int) -> Read:
-        """Those of the tokens [start, stop) of `tokens`."""
+        """Returns the queries of the tokens [start, stop) out of `tokens`."""
         first = tokens - self.query.shape[2]
         return replace(self, query=self.query[:, :, max(start - first, 0) : max(stop - first, 0)])
 
     def followed_by(self, other: Read, tokens: int) -> Read:
-        """Both together, where `other` comes with `tokens` more; only queries without a gap up to the newest count."""
+        """Returns the read continued by `other`, the read of the next `tokens` tokens.
+
+        If `other` has no queries for some of them, the queries of `self` are dropped, so that no gap remains.
+        """
         if other.query.shape[2] < tokens:
             return other
         return replace(other, query=torch.cat([self.query, other.query], dim=2))
@@ -31,12 +39,13 @@ class Read:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A layer's tokens that are not stored yet, as the model has them.
+    """A layer's tokens that are not stored yet, in the model's form.
 
     Attributes:
-        key, value: [batch, heads, tokens, dim].
-        valid: bool [batch, tokens] or None. mask: bool [batch, 1, tokens, tokens] or None.
-        reads: of the layer itself, from all tokens, and of the later ones that read these keys and values.
+        key, value: key and value states, [batch, heads, tokens, dim].
+        valid: True for real tokens, bool [batch, tokens]; None if all are.
+        mask: attention mask among the tokens, bool [batch, 1, tokens, tokens]; None is causal.
+        reads: read of the layer itself, from all tokens, then those of later layers that read these keys and values.
     """
 
     key: Tensor
@@ -50,7 +59,7 @@ class Recorded:
         return self.key.shape[2]
 
     def part(self, start: int, stop: int) -> Recorded:
-        """The tokens [start, stop)."""
+        """Returns the tokens [start, stop)."""
         return replace(
             self,
             key=self.key[:, :, start:stop],
@@ -61,7 +70,7 @@ class Recorded:
         )
 
     def followed_by(self, other: Recorded) -> Recorded:
-        """Both together; `other` attends all of `self`."""
+        """Returns the tokens of `self` and `other`; `other` attends to all of `self`."""
         return Recorded(
             torch.cat([self.key, other.key], dim=2),
             torch.cat([self.value, other.value], dim=2),
@@ -87,12 +96,12 @@ class Recorded:
         return mask
 
     def detached(self) -> Recorded:
-        """A copy that keeps no larger tensor alive."""
+        """Returns a copy that keeps no larger tensor alive."""
         reads = tuple(replace(read, query=read.query.clone()) for read in self.reads)
         return replace(self, key=self.key.clone(), value=self.value.clone(), reads=reads)
 
     def select(self, index: Tensor) -> Recorded:
-        """The requests `index`, int64 [n]."""
+        """Returns the requests `index`, int64 [n]."""
         return replace(
             self,
             key=self.key[index],
@@ -103,13 +112,13 @@ class Recorded:
         )
 
     def real(self) -> Tensor:
-        """bool [batch, tokens]: which are no padding."""
+        """Returns a mask of the real tokens, bool [batch, tokens]."""
         if self.valid is None:
             return torch.ones(self.key.shape[0], self.tokens, dtype=torch.bool, device=self.key.device)
         return self.valid
 
     @property
     def bytes(self) -> int:
-        """Bytes held until the next `commit`."""
+        """Bytes held until the next `commit`, padding masks included."""
         tensors = (self.key, self.value, self.valid, self.mask, *(read.query for read in self.reads))
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -1,8 +1,8 @@
-"""Tokens that may still be taken back.
+"""Recording of tokens that may still be cropped.
 
-While a store records, new tokens are attended exactly but neither levelled nor scored. When `crop` says how many were
-rejected, the rest is stored as one forward, so the result is as if the rejected tokens had never been seen. Everything
-between two crops counts as one step of the algorithm.
+While a store records, new tokens are attended to exactly but get neither levels nor scores. When `crop` says how many
+were rejected, the rest is stored as one forward, as if the rejected tokens had never been seen. Everything between two
+crops counts as one step of the algorithm.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .recorded import Read, Recorded
 from .state import Store
 from .step import prepare_step
 
-# Tokens that can be taken back; what a longer forward holds before them is stored at once.
+# tokens that can be cropped; the earlier tokens of a longer forward are stored at once
 ROLLBACK_TOKENS = 256
 
 
 def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
-    """Attends from new tokens over what is stored, what is recorded, and themselves; records them.
+    """Attends from new tokens over the stored tokens, the recorded ones and themselves, and records the new tokens.
 
     Returns:
-        [batch, query_heads, tokens, value_dim] in the query's dtype.
+        Attention output, [batch, query_heads, tokens, value_dim] in the query's dtype.
 
     Raises:
-        ValueError: keys or values that are not finite; nothing has changed then.
+        ValueError: keys or values are not finite; nothing has changed.
     """
     check_finite(store, new.key, new.value, new.valid)
     if layer == 0:
@@ -48,7 +48,7 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
 
 
 def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, Entering, Past]:
-    """What is recorded together with `new`, also as tokens that enter, and what is stored before them."""
+    """Returns the recorded tokens followed by `new`, the same tokens as `Entering`, and the stored past."""
     before = store.recorded[layer]
     together = new if before is None else before.followed_by(new)
     entering = Entering(store, layer, together.key, together.value, together.valid)
@@ -56,10 +56,10 @@ def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, 
 
 
 class SharedRecording:
-    """Tokens that may be taken back, attended by several layers. Arguments and errors as in `attend_recorded`.
+    """Recorded tokens that several layers attend to. Arguments and errors as in `attend_recorded`.
 
     Args:
-        readers: layers beside the first one.
+        readers: number of layers besides the first one.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SharedRecording:
         self._new = Recorded(key, value, valid, mask, ())
 
     def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
-        """One layer's attention, from the newest tokens or all; the last one records them."""
+        """Returns one layer's attention output, from all tokens or the newest ones; records them after the last."""
         store, layer = self._store, self._layer
         first = not self._new.reads
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
@@ -92,7 +92,7 @@ class SharedRecording:
 
 
 def _keep(store: Store, layer: int, together: Recorded) -> None:
-    """Records `together` in place of what was recorded; stores at once what is too much of it."""
+    """Replaces the recorded tokens by `together`; stores the surplus at once."""
     if together.tokens > 2 * ROLLBACK_TOKENS:
         surplus = together.tokens - ROLLBACK_TOKENS
         _store(store, layer, together.part(0, surplus), generation_step=False)
@@ -100,13 +100,13 @@ def _keep(store: Store, layer: int, together: Recorded) -> None:
     store.recorded[layer] = together.detached()
 
 
-# a model's sinks are parameters
+# attention sinks are parameters of the model
 @torch.no_grad()
 def commit(store: Store, rejected: int) -> None:
-    """Stores what is recorded but for the last `rejected` tokens, in every layer.
+    """Stores the recorded tokens except for the last `rejected` ones, in every layer.
 
     Raises:
-        ValueError: more tokens rejected than can be taken back; nothing has changed then.
+        ValueError: more tokens are rejected than are recorded; nothing has changed.
     """
     held = [recorded.tokens for recorded in store.recorded if recorded is not None]
     possible = min(held, default=0)
@@ -121,7 +121,7 @@ def commit(store: Store, rejected: int) -> None:
     store.seen -= rejected
     store.padding.length -= rejected
     kept = max(held, default=0) - rejected
-    # one token over a past is a generation step of the algorithm
+    # one token after earlier ones is a generation step of the algorithm
     generation_step = kept == 1 and store.seen > 1
     if generation_step:
         prepare_step(store)
@@ -137,7 +137,7 @@ def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) 
         shared = SharedStep(store, layer, recorded.key, recorded.value, valid)
     else:
         shared = SharedTokens(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
-    # a reader may have had queries of rejected tokens only
+    # a reader may have queries of rejected tokens only
     reads = [read for read in recorded.reads if read.query.shape[2]]
     for read in reads:
         shared.attend(read.query, last=read is reads[-1], softmax=read.softmax)

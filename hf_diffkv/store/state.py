@@ -1,4 +1,4 @@
-"""The state of one device: pages, tables, counts, windows, thresholds, and what the host knows of them."""
+"""The state on one device: pages, tables, counts, windows and thresholds, and the host's bounds on them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ LayerThreshold = Union[float, tuple[float, ...]]
 
 
 def read_together(*tensors: Tensor) -> list[np.ndarray]:
-    """Integers and bools of one device as int64 arrays of the tensors' shapes, in one copy."""
+    """Copies integer and bool tensors of one device to the host at once, as int64 arrays of the same shapes."""
     seen = torch.cat([tensor.reshape(-1).long() for tensor in tensors]).cpu().numpy()
     pieces = np.split(seen, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
     return [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
 
 def reads_are_free(device: torch.device) -> bool:
-    """Whether the host may look at `device` at every step."""
+    """Returns whether the host can read `device` at every step at no cost."""
     return device.type == "cpu"
 
 
 @dataclass(frozen=True)
 class KVHeads:
-    """KV heads of a layer on one device: elements of a key and of a value, and the model's dtype."""
+    """KV heads of a layer on one device: their number, elements of a key and of a value, and the model's dtype."""
 
     num_heads: int
     key_dim: int
@@ -56,7 +56,7 @@ class KVHeads:
 
 
 class Padding:
-    """Which logical positions of each request are real; costs nothing while there is no padding."""
+    """Mask of each request's real logical positions; takes no memory while there is no padding."""
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.batch_size, self.device = batch_size, device
@@ -68,7 +68,7 @@ class Padding:
         return 0 if self._valid is None else self._valid.numel()
 
     def append(self, tokens: int, valid: Tensor | None) -> None:
-        """Records `tokens` positions; valid: bool [batch, tokens], None where all are real."""
+        """Appends `tokens` positions; `valid` marks the real ones, bool [batch, tokens], or None if all are."""
         if valid is not None or self._valid is not None:
             self._grow(self.length + tokens)
             self._valid[:, self.length : self.length + tokens] = True if valid is None else valid
@@ -84,25 +84,28 @@ class Padding:
         self._valid = grown
 
     def equals(self, mask: Tensor | None) -> Tensor | None:
-        """bool [] on the device: whether `mask` (bool [batch, length], None: all real) is this; None: it surely is."""
+        """Returns whether `mask`, bool [batch, length] or None for all real, has the same real positions.
+
+        The result is bool [] on the device, or None if they are the same for certain.
+        """
         if self._valid is None:
             return None if mask is None else mask.all()
         known = self._valid[:, : self.length]
         return known.all() if mask is None else (mask == known).all()
 
     def replace(self, mask: Tensor) -> None:
-        """Makes `mask`, bool [batch, length], the real positions."""
+        """Sets the real positions to `mask`, bool [batch, length]."""
         self._grow(self.length)
         self._valid[:, : self.length] = mask
 
     def mask(self) -> Tensor:
-        """bool [batch, length]: real positions."""
+        """Returns the real positions, bool [batch, length]."""
         if self._valid is None:
             return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
         return self._valid[:, : self.length]
 
     def copy(self) -> Padding:
-        """The same, to be changed independently."""
+        """Returns an independent copy."""
         twin = Padding(self.batch_size, self.device)
         twin.length, twin._valid = self.length, None if self._valid is None else self._valid.clone()
         return twin
@@ -114,26 +117,26 @@ class Padding:
 
 
 class Store:
-    """Pages and windows of `num_layers` layers on one device; step.py brings it from one forward to the next.
+    """Pages and windows of `num_layers` layers on one device; step.py takes it from one forward to the next.
 
-    A token of a request has an index among the request's real tokens (padding never counts). The exact ones are the
-    sinks, below `sink_end`, and those from `window_start` on; pages/rows.py. Rows are (layer, request, head).
+    A token's index counts the request's real tokens only, without padding. Exact tokens are the sinks, below
+    `sink_end`, and the tokens from `window_start` on (pages/rows.py). A row is one (layer, request, KV head).
 
     Args:
-        config: the user's choices.
-        num_layers: compressed layers that live here.
-        batch_size: requests.
-        heads: of each of these layers.
-        total_layers: compressed layers of the model; None takes `num_layers`.
-        first_head: index in the model of the first head here.
-        max_positions: no request is to have more tokens, padding included; None where that is not known.
+        config: configuration of the cache.
+        num_layers: number of compressed layers in this store.
+        batch_size: number of requests.
+        heads: KV heads of each layer.
+        total_layers: number of compressed layers of the model; None takes `num_layers`.
+        first_head: index within the model of this store's first head.
+        max_positions: upper bound on a request's tokens, padding included; None if unknown.
 
     Raises:
-        ValueError: a precision that does not fit the head.
+        ValueError: a precision does not fit the head.
         MemoryError: `max_bytes` cannot hold the windows.
     """
 
-    # generated tokens between two looks at the device; the host works with upper bounds in between
+    # generated tokens between two looks at the device; the host uses upper bounds in between
     refresh_steps = 8
 
     def __init__(
@@ -150,13 +153,13 @@ class Store:
         self.config = config
         self.policy = make_policy(config.policy, config.policy_options)
         self.num_layers, self.batch_size = num_layers, batch_size
-        # as tensors name it: "cuda" is cuda:0
+        # the device as tensors name it: "cuda" becomes "cuda:0"
         self.heads = replace(heads, device=torch.empty(0, device=heads.device).device)
         self.num_heads, self.key_dim, self.value_dim = heads.num_heads, heads.key_dim, heads.value_dim
         self.dtype, self.device = dtype, device = heads.dtype, self.heads.device
         self.layout = PageLayout.of(config, self.key_dim, self.value_dim, dtype.itemsize, max_positions)
         self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + 1
-        # index of each layer and head in the model, among its compressed layers
+        # index of each layer among the model's compressed layers, and of each head
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
         self.first_head = first_head
@@ -170,12 +173,12 @@ class Store:
         self.window_score = torch.zeros(*shape, self.window_slots, device=device)
         self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
-        # what the keys of a row are held less by, rotated
+        # mean key subtracted from a row's keys, in rotated channels
         centered = self.key_dim if config.center else 0
         self.key_offset = torch.zeros(*shape, centered, dtype=compute_dtype(dtype), device=device)
-        # by which tokens that leave the windows while generating are rounded; None rounds to the nearest code
+        # round the keys of tokens that leave the windows during generation; None rounds to the nearest code
         self.moments: QueryMoments | None = None
-        # layers that are not centred, as their attention does not depend on differences of logits alone
+        # layers that are not centred, because their attention does not depend on differences of logits alone
         self.uncentered: set[int] = set()
         # whether the first tokens of some row may leave the window before the next refresh
         self.centers_soon = False
@@ -191,40 +194,40 @@ class Store:
         self.seen = 0
         self.recording = False
         self.recorded: list[Recorded | None] = [None] * num_layers
-        # bytes other stores of the cache hold on this device, and their layers still to come in this forward
+        # bytes of the cache's other stores on this device, and their layers still to come in this forward
         self.taken = 0
         self.layers_later = 0
-        self.tightening = 0.0  # the most that `max_bytes` has tightened the thresholds of any layer by
+        self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False
         self.scratch: Scratch | None = None
-        # what prompt_kernels.py knows of the layers in a forward of several tokens
+        # record of prompt_kernels.py for the current forward of several tokens
         self.forward: Any = None
-        # the rows as ops take them, and where native.py finds everything
+        # records of the rows for ops, and argument blocks of native.py
         self._kept: KeptRows | None = None
         self.native_calls: Any = None
-        # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
+        # tokens per row for which tables and buffers are allocated in advance, so that they stay in place until then
         self.room = 0
-        # what the host knows of the rows, all together and by layer, for so many further steps
+        # the host's bounds on the rows, of all layers and by layer, valid for `steps_left` more steps
         self.all_bounds: Bounds | None = None
         self.layer_bounds: list[Bounds] = []
         self.steps_left = 0
-        # the stores that share all memory with this one, itself included (see copies.py)
+        # stores that share all memory with this one, itself included (see copies.py)
         self.twins: weakref.WeakSet[Store] | None = None
         self.finalizer: weakref.finalize | None = None
         self.update_limit()
 
     @property
     def bytes(self) -> int:
-        """Bytes the device holds for this store; what it shares with forks counts in equal parts."""
+        """Bytes the device holds for this store; memory shared with forks is divided equally among them."""
         return (self.pool.bytes + self.bytes_beside_pool()) // self.sharers
 
     @property
     def sharers(self) -> int:
-        """How many stores, this one included, share its memory."""
+        """Number of stores that share this store's memory, itself included."""
         return 1 if self.twins is None else len(self.twins)
 
     def bytes_beside_pool(self) -> int:
-        """Bytes of everything but pages."""
+        """Returns the bytes of everything except pages."""
         tensors = sum(t.numel() * t.element_size() for t in self._tensors())
         return tensors + self.padding.bytes + sum(r.bytes for r in self.recorded if r is not None)
 
@@ -239,17 +242,17 @@ class Store:
 
     @property
     def key_rotation(self) -> Tensor | None:
-        """Of keys and queries, [key_dim, key_dim]; None where they are held as they are."""
+        """Rotation of keys and queries, [key_dim, key_dim]; None if they are not rotated."""
         return self._rotation(self.key_dim)
 
     @property
     def value_rotation(self) -> Tensor | None:
-        """Of values, [value_dim, value_dim], likewise."""
+        """Rotation of values, [value_dim, value_dim]; None if they are not rotated."""
         return self._rotation(self.value_dim)
 
     @property
     def rotation(self) -> Rotation | None:
-        """Both; None where channels are held as they are."""
+        """Rotations of keys and values; None if channels are not rotated."""
         return Rotation(self.key_rotation, self.value_rotation) if self.config.rotate else None
 
     def _rotation(self, dim: int) -> Tensor | None:
@@ -262,7 +265,7 @@ class Store:
 
     @property
     def model_feedback(self) -> ModelFeedback | None:
-        """What generated keys are rounded by; None rounds each element to the nearest code."""
+        """Feedback by which keys of generated tokens are rounded; None rounds each element to the nearest code."""
         if self.moments is None or not self.rounds_for_queries:
             return None
         heads = self.moments.triangles[self.layers[0]].shape[0]
@@ -270,12 +273,12 @@ class Store:
         return ModelFeedback(matrix, self.layer_index, self.head_index)
 
     def owned_pages(self) -> Tensor:
-        """int32 [n], the pages in the table."""
+        """Returns the ids of the pages in the table, int32 [n]."""
         table = self.table.table
         return table[table != NULL_PAGE]
 
     def private_pages(self) -> tuple[PagePool, PageTable]:
-        """A pool with copies of the pages in the table and nothing else, and the table for it."""
+        """Copies the pages in the table to a new pool; returns the pool and its table."""
         pages = self.owned_pages().long()
         pool = PagePool(self.pool.page_bytes, self.device, self.pool.max_pages)
         pool.ensure_free(pages.numel())
@@ -286,7 +289,7 @@ class Store:
         return pool, table
 
     def __getstate__(self) -> dict:
-        """For copies and pickles: a fork takes along pages of its own."""
+        """Returns the state for copies and pickles; a fork gets its own copy of shared pages."""
         state = dict(self.__dict__, native_calls=None, _kept=None)
         if self.twins is not None:
             pool, table = self.private_pages()
@@ -294,15 +297,15 @@ class Store:
         return state
 
     def rows(self, layer: int) -> LayerRows:
-        """A layer's tensors as ops take them, the same record until one of them moves."""
+        """Returns the record of a layer's tensors for ops; the same object until one of them moves."""
         return self.kept_rows().layer(layer)
 
     def all_rows(self) -> LayerRows:
-        """Those of all layers: requests of the first layer, of the second, and so on."""
+        """Returns the record of all layers as one batch: requests of the first layer, of the second, and so on."""
         return self.kept_rows().all()
 
     def kept_rows(self) -> KeptRows:
-        """All of these records, the same while no tensor has moved."""
+        """Returns the records of all layers; the same object until a tensor moves."""
         state = self.__dict__
         held = (self.pool, self.table.table, self.invalid, *[state[name] for name in ROW_STATE])
         if self._kept is None or not self._kept.holds(held):
@@ -310,7 +313,7 @@ class Store:
         return self._kept
 
     def addresses(self) -> tuple:
-        """Where everything is that a decode step reads or writes: a captured step is valid while this is the same."""
+        """Returns the addresses of everything a decode step uses; a captured step is valid while they do not change."""
         held = [self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
         held += [getattr(self, name) for name in ROW_STATE]
         held += [self.flag, self.invalid]
@@ -320,24 +323,24 @@ class Store:
         return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
 
     def backend(self) -> str:
-        """What runs the ops on this store, one of `ops.backend.BACKENDS`."""
+        """Returns the backend that runs this store's ops, one of `ops.backend.BACKENDS`."""
         return choose(self.device, self.dtype, self.layout.high, self.layout.low)
 
     @property
     def enters_at_once(self) -> bool:
-        """Whether kernels bring a prompt's tokens to where they stay: none is chosen, or thresholds alone choose."""
+        """Whether kernels store a prompt directly: there is no token selection, or thresholds alone decide it."""
         if self.backend() != KERNELS or type(self.pool) is not PagePool:
             return False
         return not self.layout.selects or (self.policy.by_thresholds and self.config.max_bytes is None)
 
     @property
     def value_limit(self) -> float:
-        """Largest magnitude of elements, as they are held, that can be stored."""
+        """Largest magnitude of a stored element, in the store's form."""
         bits = (self.config.high, self.config.low)
         limit = torch.finfo(self.dtype).max
         if not all(p.k_bits == 16 and p.v_bits == 16 for p in bits):
             limit = min(FP16_RANGE, limit)
-        # the mean that is taken off keys is no larger than they are
+        # the mean subtracted from keys is no larger than the largest key
         return limit / 2 if self.config.center else limit
 
     def value_message(self) -> str:
@@ -349,32 +352,38 @@ class Store:
         )
 
     def place_layer(self, layer: int, index: int) -> None:
-        """Says that `layer` is the model's compressed layer `index`."""
+        """Assigns `layer` of this store to the model's compressed layer `index`."""
         self.layers[layer] = index
         self.layer_index[layer] = index
 
     def may_lower(self) -> Tensor:
-        """bool [layers, batch, heads]: whether generated tokens may reach the low level before the next prompt."""
+        """Returns a mask of rows whose generated tokens may become low, bool [layers, batch, heads]."""
         if self.policy.sets_thresholds:
             return torch.ones_like(self.alpha_high, dtype=torch.bool)
         return self.alpha_low < self.alpha_high
 
     @property
     def low_heads(self) -> Tensor:
-        """bool [layers, batch, heads]: whose tokens all have the low precision, in a store that selects nothing."""
+        """Mask of rows at the low precision, bool [layers, batch, heads]; for stores that select no tokens."""
         return self.alpha_high > 0
 
     @property
     def observation_window(self) -> int | None:
-        """How many of a prompt's last queries significance is taken from; None is all, or that there is none."""
+        """Number of a prompt's last queries that add to significance; None for all, or without token selection."""
         if not self.layout.selects:
             return None
         return self.config.observation_window
 
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
-        """Sets thresholds for a layer that is still empty: one number, or one per head (else `ValueError`).
+        """Sets the thresholds of an empty layer.
 
-        Where no token is chosen, heads at the low precision have infinity, the others zero.
+        Without token selection, heads at the low precision have infinity and the others zero.
+
+        Args:
+            alpha_high, alpha_low: one number, or one per head.
+
+        Raises:
+            ValueError: not one number per head.
         """
         for name, value in (("alpha_high", alpha_high), ("alpha_low", alpha_low)):
             if isinstance(value, tuple) and len(value) != self.num_heads:
@@ -390,12 +399,12 @@ class Store:
 
     @property
     def max_bytes(self) -> int | None:
-        """What the other stores of the device leave of the budget; None is unlimited."""
+        """Share of the budget that the device's other stores leave, in bytes; None if unlimited."""
         limit = self.config.max_bytes
         return None if limit is None else limit - self.taken
 
     def check_budget(self, more: int) -> None:
-        """Raises `MemoryError` unless `more` bytes outside the pool fit into the budget; sets the pool's limit."""
+        """Sets the pool's limit; raises `MemoryError` unless `more` bytes outside the pool fit into the budget."""
         self.update_limit(more)
         if self.config.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
             raise MemoryError(
@@ -404,15 +413,15 @@ class Store:
             )
 
     def update_limit(self, more: int = 0) -> None:
-        """Says how many pages fit beside everything else that is held, and `more` bytes to come.
+        """Sets the pool's page limit to what fits beside all other memory and `more` further bytes.
 
         Raises:
-            MemoryError: none does.
+            MemoryError: not even one page fits.
         """
         max_bytes = self.max_bytes
         if max_bytes is None:
             return
-        # what may still be added until the limit is looked at again
+        # growth that is possible before the next update of the limit
         growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + self.config.max_bytes // 32
         growth += self.pool.granularity
         other = self.bytes_beside_pool() + growth + more
@@ -425,30 +434,30 @@ class Store:
         self.pool.max_pages = int(pages)
 
     def ensure_width(self, tokens: int) -> None:
-        """Makes table rows wide enough for `tokens` stored tokens."""
+        """Widens the page table's rows for `tokens` stored tokens."""
         high = self.layout.high.capacity
         high_pages = (self.high_count + (high - 1)) // high
         self.table.ensure_width(tokens, min(high, self.layout.low.capacity), high_pages)
 
     def bounds(self, layer: int) -> Bounds:
-        """What the host knows of one layer's rows, valid until the next refresh."""
+        """Returns the host's bounds on one layer's rows, valid until the next refresh."""
         return self.layer_bounds[layer]
 
     @property
     def look_due(self) -> bool:
-        """Whether the next generated token makes the host look at the device, and so may raise."""
+        """Whether the next generated token makes the host look at the device, which may raise."""
         return self.steps_left == 0
 
     def forget_bounds(self) -> None:
-        """Says that counts changed in a way the host's bounds do not cover."""
+        """Marks the host's bounds as outdated, after a change of counts that they do not cover."""
         self.steps_left = 0
 
     def scratch_fits(self) -> bool:
-        """Whether the buffers between the kernels serve the next step."""
+        """Returns whether the scratch buffers are large enough for the next step."""
         return self.scratch is not None and self.scratch.max_tokens >= self.bounds(0).max_tokens
 
     def check_positions(self, tokens: int) -> None:
-        """Raises `ValueError` if pages cannot hold the positions of so many more tokens."""
+        """Raises `ValueError` if pages cannot hold the positions of `tokens` more tokens."""
         if self.layout.high.position_bytes == 2 and self.seen + tokens > NARROW_POSITIONS:
             raise ValueError(
                 f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
@@ -456,16 +465,17 @@ class Store:
             )
 
     def check_values(self) -> None:
-        """Reads the device.
+        """Looks at the device and raises the errors that were found there since the last look.
 
         Raises:
-            ValueError: since the last look a step of one token, or a prompt that kernels store, brought keys or values
-                that are not finite, or a step had a mask for the tokens before it that differs from what is stored.
+            ValueError: a decode step, or a prompt stored by kernels, had keys or values that are not finite; or the
+                mask of a decode step did not match the stored tokens.
+            RuntimeError: a compaction found too few free pages.
         """
         self.look()
 
     def look(self, *tensors: Tensor) -> list[np.ndarray]:
-        """What `read_together` returns of tensors on the store's device. Raises as `check_values` does."""
+        """Reads tensors on the store's device as `read_together` does. Raises as `check_values` does."""
         *arrays, invalid, changed_past, flag = read_together(*tensors, self.invalid, self.changed_past, self.flag)
         self.raise_for(bool(invalid), bool(changed_past), bool(flag))
         return arrays

@@ -1,6 +1,7 @@
-"""From one forward to the next: room is made before the new tokens, and the host looks at the device.
+"""Work between forwards: makes room for the new tokens and refreshes the host's bounds.
 
-The host works with upper bounds of the counts, which one look extends by `Store.refresh_steps` generated tokens.
+The host uses upper bounds on the counts. One look at the device makes them valid for `Store.refresh_steps` more
+generated tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .state import Store
 
 
 def begin_forward(store: Store, tokens: int) -> None:
-    """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
+    """Starts a forward of `tokens` new tokens: runs a pending compaction and makes room.
 
     Raises:
-        ValueError: the tokens would be more than positions can count, or see `Store.check_values`.
-        MemoryError: there is no room; the cache is as it was.
+        ValueError: pages cannot hold positions that large, or see `Store.check_values`.
+        MemoryError: there is no room; the cache is unchanged.
     """
     make_private(store)
     store.check_positions(tokens)
@@ -44,7 +45,7 @@ def withdraw(store: Store, tokens: int) -> None:
 
 
 def _generates(store: Store, tokens: int) -> bool:
-    """Whether `tokens` new ones after those that `store` has seen are a generation step of the algorithm."""
+    """Returns whether a forward of `tokens` new tokens is a generation step of the algorithm."""
     return tokens == 1 and store.seen > 0 and not store.recording
 
 
@@ -55,22 +56,22 @@ def prepare_step(store: Store) -> None:
 
 
 def count_step(store: Store) -> None:
-    """Notes that a step runs for which there is room."""
+    """Counts a step that was given room, and marks its compaction as pending."""
     store.steps_left -= 1
     store.compaction_due = True
 
 
 def refresh_if_due(store: Store) -> None:
-    """Looks at the device where the host's bounds do not cover another step. Raises as `begin_forward` does."""
+    """Looks at the device if the host's bounds do not cover another step. Raises as `begin_forward` does."""
     if store.look_due:
         refresh(store)
 
 
 def refresh(store: Store) -> None:
-    """Makes room for the next `refresh_steps` steps. Reads the device once, and once more where the pool grows."""
+    """Makes room for the next `refresh_steps` steps. Reads the device once, and once more if the pool grows."""
     lookahead = store.refresh_steps + 1
     has_low = store.may_lower()
-    # whether the first token of some row can leave its window until then
+    # whether the first token of some row can leave its window before the next refresh
     leaves = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()
     free = store.pool.free_list.state[FREE]
     high, low, has_low, leaves, free = store.look(store.high_count, store.low_count, has_low, leaves, free)
@@ -98,10 +99,10 @@ def refresh(store: Store) -> None:
 
 
 def bound_rows(store: Store, high: np.ndarray, low: np.ndarray, lookahead: int) -> None:
-    """Notes how long rows are until `lookahead` more tokens have left their windows.
+    """Sets upper bounds on row lengths, valid until `lookahead` more tokens have left their windows.
 
     Args:
-        high, low: int64 [layers, batch, heads], the counts now.
+        high, low: current counts, int64 [layers, batch, heads].
     """
     longest = int((high + low).max()) + lookahead + store.window_slots
     if store.backend() != REFERENCE:

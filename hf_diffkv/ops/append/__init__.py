@@ -1,4 +1,4 @@
-"""The newest token of every request enters the window."""
+"""Appends the newest token of every request to its window."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from . import native, reference
 
 __all__ = ["append_rotated", "append_token"]
 
-# heads that a program rotates without spilling, on AMD devices too; wider ones take launches of their own
+# widest head that a program rotates without spilling, on AMD devices too; wider ones need launches of their own
 WIDEST_ROTATED = 256
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:
-    """Arguments as in `reference.append_token`."""
+    """Appends one token per request to the window; arguments as in `reference.append_token`."""
     backend = choose(key.device, key.dtype, rows.layout.high, rows.layout.low)
     implementation = native if backend == NATIVE else reference
     if backend == KERNELS:
@@ -30,14 +30,15 @@ def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, v
 def append_rotated(
     rows: LayerRows, key: Tensor, value: Tensor, query: Tensor | None, rotation: Rotation, **options: Any
 ) -> Tensor | None:
-    """`append_token` of rotated keys and values, keys less the rows' offset; as a rule in one launch of the kernels.
+    """Rotates keys and values, subtracts the rows' offset from keys, and appends them; usually one kernel launch.
 
     Args:
-        query: [batch, query_heads, key_dim], rotated as keys are, or None.
-        others: as in `append_token`.
+        query: query states to rotate like keys, [batch, query_heads, key_dim], or None.
+        rotation: rotations of keys and values.
+        **options: further arguments of `append_token`.
 
     Returns:
-        `query` rotated, or None.
+        The rotated query, or None.
     """
     if use_kernels(key.device, key.dtype) and max(key.shape[2], value.shape[2]) <= WIDEST_ROTATED:
         from . import launch

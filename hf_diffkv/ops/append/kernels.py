@@ -1,5 +1,4 @@
-"""Appending in one launch (Triton): a token's rows are copied, rotated where the store holds them so, and looked at on
-the way."""
+"""Triton kernel that appends a token in one launch: it copies, optionally rotates, and checks keys and values."""
 
 from __future__ import annotations
 
@@ -13,11 +12,13 @@ from ..rotation_kernel import rotated_tile, rounded
 @triton.jit
 def copy_heads(rows, to, exists, matrix, offset, limit, ROOT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
                INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
-    """Writes heads of a token as they are held; how many elements of the tile are within the limit.
+    """Writes heads of a token in the store's form; returns the number of the tile's elements within the limit.
 
     Args:
-        rows, to: pointers [heads]. matrix: contiguous, or None, which copies heads as they are.
-        offset: float32 pointers [heads] to what is taken off, or None; nothing is taken off what is not rotated.
+        rows, to: pointers to the source and target rows, [heads].
+        exists: True for heads to write, bool [heads].
+        matrix: contiguous rotation, or None, which copies heads unchanged.
+        offset: pointers to the offset to subtract, float32 [heads], or None; ignored without a rotation.
     """
     lane = tl.arange(0, WIDTH)[None, :]
     there = exists[:, None] & (lane < DIM)
@@ -34,11 +35,11 @@ def copy_heads(rows, to, exists, matrix, offset, limit, ROOT: tl.constexpr, DIM:
         bits = stored_bits(x, DTYPE)
         tl.store(to.to(tl.pointer_type(bits.dtype))[:, None] + lane, bits, mask=there)
         held = rounded(x, DTYPE)
-    # a comparison with NaN is false
+    # NaN fails the comparison
     return tl.sum(tl.sum((tl.abs(held) <= limit).to(tl.int32), 1), 0)
 
 
-# Triton would compile anew for sizes, and for addresses of single layers, that happen to be multiples of 16
+# without this, Triton would recompile for sizes, and for addresses of single layers, that are multiples of 16
 @triton.jit(
     do_not_specialize=[
         *("window_score", "length", "invalid", "valid", "sink_end", "offset", "slots", "sink_slots", "heads"),
@@ -52,14 +53,22 @@ def append_kernel(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr, OPERAND: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The first program of a request appends all its KV heads, HEADS at a time, so that it can count up `length` when
-    all have read it; each of the others rotates HEADS query heads. Grid (batch, 1), or (batch, 1 + query programs).
+    """Appends one token per request and rotates its query.
+
+    The first program of a request appends all its KV heads, HEADS at a time, so that it can increment `length` after
+    all have read it. Each of the other programs rotates HEADS query heads. Grid: (batch, 1 + query programs).
 
     Args:
-        window_key, window_value [rows, slots, dim]; window_score float32 [rows, slots]; length int64 [batch];
-        invalid uint8 [1]; key, value [batch, heads, dim] and query [batch, query_heads, KEY_DIM] or None, with the
-        strides given; valid uint8 [batch] or None; sink_end int64 [batch] or None.
-        held_query: [batch, query_heads, KEY_DIM], contiguous. key_matrix, value_matrix: both, or both None.
+        window_key, window_value: [rows, slots, dim].
+        window_score: float32 [rows, slots].
+        length: int64 [batch].
+        invalid: uint8 [1].
+        key, value: [batch, heads, dim], with the strides given.
+        valid: uint8 [batch] or None.
+        sink_end: int64 [batch] or None.
+        query: [batch, query_heads, KEY_DIM], with the strides given, or None.
+        held_query: rotated query, contiguous [batch, query_heads, KEY_DIM].
+        key_matrix, value_matrix: rotations; both or none.
         offset: float32 [rows, KEY_DIM] or None.
     """
     batch = tl.program_id(0).to(tl.int64)
@@ -91,7 +100,7 @@ def append_kernel(
             )  # fmt: skip
             tl.store(window_score + place, tl.zeros((HEADS,), tl.float32), mask=exists)
             tl.store(invalid, 1, mask=good < HEADS * (KEY_WIDTH + VALUE_WIDTH))
-        # all threads have read what is about to change
+        # all threads have read `length`, which changes now
         tl.debug_barrier()
         tl.store(length + batch, position + 1, mask=real)
     elif query is not None:

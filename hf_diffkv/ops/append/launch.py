@@ -16,11 +16,11 @@ from ..rotation import Rotation
 from ..rotation_kernel import INNER, root
 from .kernels import append_kernel
 
-# of the keys, or the values, that a program and a warp of it take at once
+# elements of keys, or of values, that a program and one of its warps process at once
 PROGRAM_ELEMENTS = 4096
 WARP_ELEMENTS = 512
 MOST_WARPS = 8
-# the loop over heads runs once as a rule: nothing of the next round is to wait in shared memory
+# the loop over heads usually runs once, so no later iteration is prefetched into shared memory
 NUM_STAGES = 1
 
 
@@ -34,11 +34,14 @@ def append_token(
     query: Tensor | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor | None:
-    """Arguments as in the reference, except for:
+    """Appends one token per request; further arguments as in the reference.
 
     Args:
-        query: [batch, query_heads, key_dim]; rotated like the keys it is returned, contiguous.
-        rotation: of keys and values on their way; keys are then held less the rows' offset.
+        query: query states to rotate like keys, [batch, query_heads, key_dim], or None.
+        rotation: rotations of keys and values, or None; with one, the rows' offset is subtracted from keys.
+
+    Returns:
+        The rotated query, contiguous; None without a query.
     """
     check_dtype(key.dtype)
     rows.check_tokens(key, value)
@@ -84,13 +87,13 @@ def append_token(
 
 
 def _tile(heads: int, key_dim: int, value_dim: int, rotated: Tensor | None) -> tuple[dict[str, object], int]:
-    """Compile-time arguments, and warps; `rotated`: a tensor of those that are."""
+    """Returns the compile-time arguments and the number of warps; `rotated` is a tensor to rotate, or None."""
     key_width, value_width = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     widest = max(key_width, value_width)
     at_once = max(1, min(triton.next_power_of_2(heads), PROGRAM_ELEMENTS // widest))
     operand = tl.float32
     if rotated is not None:
-        # as many as matrix products take
+        # minimum size of a matrix product
         at_once = 16
         operand = dot_dtype(rotated.dtype, device_of(rotated.device).target)
     constants = {

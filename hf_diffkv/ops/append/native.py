@@ -1,4 +1,4 @@
-"""Appending in native code."""
+"""Appends tokens in native code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..backend import unit_stride
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:
-    """Arguments as in the reference."""
+    """Appends one token per request; arguments as in the reference."""
     rows.check_tokens(key, value)
     block = step_block(rows)
     block.limit = limit
@@ -22,9 +22,13 @@ def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, v
 
 
 def set_token(block: StepBlock, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Has the block append key and value, [batch, heads, dim] or [batch, heads, 1, dim].
+    """Sets the token that the block appends.
 
-    Returns what must live until it has run.
+    Args:
+        key, value: [batch, heads, dim] or [batch, heads, 1, dim].
+
+    Returns:
+        Tensors that must be kept alive until the block has run.
     """
     key, value = unit_stride(key), unit_stride(value)
     block.key, block.value = key.data_ptr(), value.data_ptr()

@@ -1,4 +1,4 @@
-"""Appending in plain PyTorch."""
+"""Appends tokens in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ...pages.rows import slots_of
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:
-    """Writes one token per request into its slot of the window, with a sum of zero, and counts it.
+    """Writes one token per request into its window slot, with a sum of zero, and increments the length.
 
     Args:
-        rows: `invalid` is set where a real token has a key or value that is NaN or beyond `limit`.
-        key, value: [batch, heads, dim].
+        rows: rows to append to. `invalid` is set if a real token has a key or value that is NaN or beyond `limit`.
+        key, value: keys and values in the store's form, [batch, heads, dim].
         limit: largest magnitude that can be stored.
-        valid: bool [batch], where the token is real; nothing changes elsewhere. None where all are.
+        valid: True where the token is real, bool [batch]; other requests do not change. None if all are real.
     """
     batch = torch.arange(rows.batch, device=rows.device)
     slot = slots_of(rows.length, rows.sink_end, rows.sink_slots, rows.slots)

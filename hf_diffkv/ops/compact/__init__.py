@@ -1,4 +1,4 @@
-"""Parallel KV compaction: tokens change level, pages are taken and given back, over all rows at once."""
+"""Parallel KV compaction: changes tokens' levels, takes and frees pages, for all rows at once."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def compact_step(
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Arguments as in `reference.compact_step`, except for:
+    """Compacts all rows once; further arguments as in `reference.compact_step`.
 
     Args:
-        bounds: what the host knows of the rows' lengths.
-        flag: int32 [1] on the device, errors are added to it and none is cleared. Bit 1: fewer pages were free than
-            needed; bit 2: the two ends of a row of the table would have met. The round was called off then: the
-            candidates are not stored, and nothing but the windows' start has changed. The reference leaves it alone.
+        bounds: the host's upper bounds on the rows' lengths.
+        flag: error bits on the device, int32 [1]; bits are set and never cleared. Bit 1: too few pages were free.
+            Bit 2: the two ends of a table row would have met. In both cases the compaction was cancelled: the
+            candidates are not stored, and only the windows' start has changed. The reference does not use it.
 
     Raises:
-        CorruptMemoryError: by native code, a table entry that is no page, or counts that do not fit the table; nothing
-            has changed.
+        CorruptMemoryError: native code found a table entry that is not a page, or counts that do not fit the table;
+            nothing has changed.
     """
     backend = choose(rows.device, rows.dtype, *rows.tiers)
     given = (rows, leaving, high_threshold, low_threshold)

@@ -1,17 +1,17 @@
-"""Triton kernels of one round of Algorithm 1 (DiffKV, sections 4.3 and 5): four launches whatever the load.
+"""Triton kernels of one compaction by Algorithm 1 (DiffKV, sections 4.3 and 5): four launches for any load.
 
-    find_victims   least significant token of the tier that each row's candidate enters, in splits of the row; there are
-                   three launches where pages have no scores, and all tokens of a row are of one tier
-    plan_rows      what each row does and which pages it lacks, ranks within a block of rows, totals of the block
-    assign_pages   ranks among all rows, page ids from the free list, table and counts
-    move_tokens    a demoted victim is requantised, then the candidate is quantised into its slot (see `move_kernel`)
+    find_victims   finds the least significant token of the tier that each row's candidate enters, in splits of the row;
+                   skipped if pages have no scores, where all tokens of a row have one tier
+    plan_rows      decides what each row writes and which pages it lacks; ranks within a block of rows, block totals
+    assign_pages   ranks among all rows; takes page ids from the free list, updates table and counts
+    move_tokens    requantises a demoted victim, then quantises the candidate into its slot (see `move_kernel`)
 
-`plan` is int32 [4, rows]: index of the token written in the high and the low tier (-1: none), then the rank within the
-block of the page needed by each tier (-1: none).
+`plan` is int32 [4, rows]: the index of the token written in the high and the low tier (-1: none), then the rank within
+the block of the page needed by each tier (-1: none).
 
-Ranks among all rows are prefix sums in two launches (DiffKV, section 5: coordination): the first ranks the rows within
-its block and stores the block's total, the second adds the totals of the blocks before. No program waits for another,
-so nothing depends on the order in which they run.
+Ranks among all rows are prefix sums computed in two launches (DiffKV, section 5: coordination). The first ranks the
+rows within each block and stores the block's total. The second adds the totals of the preceding blocks. No program
+waits for another, so the result does not depend on the order in which they run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def pair_ranks(first, second):
     """Ranks two sets of rows of one block with a single scan.
 
     Args:
-        first, second: bool [BLOCK], BLOCK at most 32768.
+        first, second: membership of each row, bool [BLOCK], with BLOCK at most 32768.
 
     Returns:
-        For each set the rank of every row (int32 [BLOCK], how many True come before it) and the total (int32).
+        The ranks of both sets, int32 [BLOCK], that is the number of members before each row, then both totals, int32.
     """
     packed = first.to(tl.int32) | (second.to(tl.int32) << 16)
     inclusive = tl.cumsum(packed, 0)
@@ -44,7 +44,7 @@ def pair_ranks(first, second):
 
 @triton.jit
 def sum_totals(totals, block, blocks, CHUNK: tl.constexpr):
-    """Sum of the totals (int32 [blocks]) of all blocks before `block`, and of all blocks."""
+    """Returns the sum of `totals`, int32 [blocks], over the blocks before `block`, and over all blocks."""
     lane = tl.arange(0, CHUNK)
     before = tl.zeros((CHUNK,), tl.int32)
     every = tl.zeros((CHUNK,), tl.int32)
@@ -60,14 +60,14 @@ def sum_totals(totals, block, blocks, CHUNK: tl.constexpr):
 
 @triton.jit
 def mean_significance(score, position, length):
-    """score / max(length - 1 - position, 1) in float32, rounded as PyTorch does."""
+    """Returns score / max(length - 1 - position, 1) in float32, rounded as in PyTorch."""
     later = tl.maximum(length.to(tl.int32) - 1 - position.to(tl.int32), 1)
     return tl.div_rn(score, later.to(tl.float32))
 
 
 @triton.jit
 def candidate_level(score, position, leaving, length, high_threshold, low_threshold):
-    """Whether each candidate enters the high tier, and whether it enters the low tier."""
+    """Returns whether each candidate enters the high tier, and whether it enters the low tier."""
     mean = mean_significance(score, position, length)
     leaves = leaving != 0
     to_high = leaves & (mean >= high_threshold)
@@ -77,7 +77,7 @@ def candidate_level(score, position, leaving, length, high_threshold, low_thresh
 
 @triton.jit
 def column(entry, width, IS_LOW: tl.constexpr):
-    """Column of a row's `entry`-th page: high pages grow from the left, low pages from the right."""
+    """Returns the table column of a row's `entry`-th page: high pages from the left, low pages from the right."""
     if IS_LOW:
         entry = width - 1 - entry
     return entry
@@ -85,13 +85,13 @@ def column(entry, width, IS_LOW: tl.constexpr):
 
 @triton.constexpr_function
 def page_slots(capacity):
-    """Slots of a page in a tile of the search."""
+    """Returns the number of slots that a page occupies in a tile of the search."""
     return triton.next_power_of_2(capacity)
 
 
 @triton.constexpr_function
 def tile_pages(capacity, tokens):
-    """Pages in a tile of the search of about so many tokens."""
+    """Returns the number of pages in a search tile of about `tokens` tokens."""
     return max(1, tokens // page_slots(capacity))
 
 
@@ -99,9 +99,9 @@ def tile_pages(capacity, tokens):
 def least_significant(
     pages, table, width, count, length, first, limit, TIER: tl.constexpr, IS_LOW: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Mean, position and index of the least significant token on pages [first, limit) of a row; ties to the oldest.
+    """Returns mean, position and index of the least significant token on pages [first, limit) of a row.
 
-    About TOKENS are looked at in one go.
+    Ties go to the oldest token. The search reads about TOKENS tokens at a time.
     """
     TILE_SLOTS: tl.constexpr = page_slots(TIER.capacity)
     TILE_PAGES: tl.constexpr = tile_pages(TIER.capacity, TOKENS)
@@ -117,7 +117,7 @@ def least_significant(
         page = tl.load(table + column(entry, width, IS_LOW), mask=entry < last, other=0).to(tl.int64)
         base = (pages + page * TIER.page_bytes)[:, None]
         index = entry[:, None] * TIER.capacity + slot
-        # whole pages are loaded, which keeps the loads wide; what stands in unused slots is dropped afterwards
+        # whole pages are loaded to keep the loads wide; unused slots are dropped afterwards
         held = (entry < last)[:, None] & (slot < TIER.capacity)
         score = load_scores(base + TIER.score_offset, slot, held, TIER.score_bytes)
         position = load_positions(base + TIER.position_offset, slot, held, TIER.position_bytes)
@@ -142,10 +142,13 @@ def find_victims_kernel(
     victim_mean, victim_position, victim_index, rows, width, splits, split_pages,
     HIGH: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Least significant token of one split of the tier that the row's candidate enters.
+    """Finds the least significant token in one split of the tier that the row's candidate enters.
 
-    victim_mean (float32), victim_position and victim_index (int32): [splits, rows]; mean +inf where there is none.
-    Grid: (rows, splits). The last split takes all pages that are left.
+    The last split takes all remaining pages. Grid: (rows, splits).
+
+    Args:
+        victim_mean: float32 [splits, rows], +inf if there is no token.
+        victim_position, victim_index: int32 [splits, rows].
     """
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -178,11 +181,14 @@ def plan_rows_kernel(
     victim_position, victim_index, plan, totals, rows, width, splits,
     HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, ONE_TIER: tl.constexpr,
 ):  # fmt: skip
-    """Decides for BLOCK rows what is written where and which pages are lacking.
+    """Decides for BLOCK rows which tokens are written where, and which pages are needed. Grid: (blocks,).
 
-    totals: int32 [3, blocks], pages needed by the high and the low tier, and rows whose two ends would meet.
-    Victims and `low_threshold` are None where pages have no scores; all candidates are high then where there is
-    ONE_TIER, elsewhere those whose `high_threshold` is 0. Grid: (blocks,).
+    If pages have no scores, victims and `low_threshold` are None. With ONE_TIER all candidates are then high; otherwise
+    those with a `high_threshold` of 0.
+
+    Args:
+        plan: int32 [4, rows], see the module docstring.
+        totals: pages needed by the high and the low tier, and rows whose two ends would meet, int32 [3, blocks].
     """
     block = tl.program_id(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
@@ -248,10 +254,14 @@ def assign_pages_kernel(
     ring, state, table, high_count, low_count, plan, totals, taken, flag, rows, width,
     HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Takes the pages of BLOCK rows from the free list: first all high pages in row order, then all low pages.
+    """Takes the pages of BLOCK rows from the free list: all high pages in row order, then all low pages.
 
-    If the pages are not there the whole round is called off: nothing changes and `flag` (int32 [1]) says why.
-    `taken` (int32 [1]) is how many pages were taken. Grid: (blocks,).
+    If pages are lacking, the whole compaction is cancelled: nothing changes, and the reason is set in `flag`.
+    Grid: (blocks,).
+
+    Args:
+        taken: number of pages taken, int32 [1].
+        flag: error bits, int32 [1].
     """
     block = tl.program_id(0)
     blocks = tl.num_programs(0)

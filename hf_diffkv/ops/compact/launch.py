@@ -1,4 +1,4 @@
-"""Launcher of the compaction kernels: at most four launches, no read of the device, whatever the load."""
+"""Launcher of the compaction kernels: at most four launches for any load, without reading the device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel,
 from .move_kernel import move_tokens_kernel
 from .reference import Candidates, candidates
 
-SEARCH_TOKENS = 1024  # tokens a program of the victim search looks at in one go
-SEARCH_PROGRAMS = 4096  # long rows are split until about so many programs run
+SEARCH_TOKENS = 1024  # tokens that a program of the victim search reads at a time
+SEARCH_PROGRAMS = 4096  # long rows are split until about this many programs run
 PLAN_ROWS = 256
 TOTALS_CHUNK = 256
-MOVE_ELEMENTS = 256  # of a tile of moved tokens, for one warp: no exchange between warps, and no spills
+MOVE_ELEMENTS = 256  # elements of a tile of moved tokens, for one warp: no exchange between warps and no spills
 
 
 def compact_step(
@@ -33,7 +33,11 @@ def compact_step(
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Arguments as in the op; `max_tokens` bounds the tokens of any row in one tier, and only balances the work."""
+    """Compacts all rows once; further arguments as in the op.
+
+    Args:
+        max_tokens: upper bound on the tokens of any row in one tier; only balances the work.
+    """
     check_dtype(rows.dtype)
     if rows.count:
         _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag, feedback)
@@ -90,7 +94,7 @@ def _move(
 
 
 def _given(feedback: ModelFeedback | None, rows: LayerRows) -> dict[str, object]:
-    """Feedback as the kernel takes it."""
+    """Returns the feedback as arguments of the kernel."""
     if feedback is None:
         nothing = {"feedback": None, "layer": None, "head": None}
         return {**nothing, "layer_rows": 1, "heads": 1, "model_heads": 1}
@@ -100,7 +104,7 @@ def _given(feedback: ModelFeedback | None, rows: LayerRows) -> dict[str, object]
 
 
 def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:
-    """Pieces that each row is searched in, and pages per piece."""
+    """Returns the number of splits in which each row is searched, and pages per split."""
     most = triton.cdiv(max(max_tokens, 1), min(layout.high.capacity, layout.low.capacity))
     tile = max(tile_pages(tier.capacity, SEARCH_TOKENS) for tier in (layout.high, layout.low))
     tiles = triton.cdiv(most, tile)

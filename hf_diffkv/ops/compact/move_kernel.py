@@ -1,4 +1,4 @@
-"""The Triton kernel that carries out a compaction plan; see `kernels` for the launches before it."""
+"""Triton kernel that executes a compaction plan; see `kernels` for the launches before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .kernels import column
 
 @triton.jit
 def token_place(pages, table, row, index, width, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Page (pointers) and slot of each row's `index`-th token; page 0 where the index is -1."""
+    """Returns page pointer and slot of each row's `index`-th token; page 0 if the index is -1."""
     position = tl.maximum(index, 0)
     entry = column(position // TIER.capacity, width, IS_LOW)
     page = tl.load(table + row.to(tl.int64) * width + entry, mask=index >= 0, other=0)
@@ -22,7 +22,7 @@ def token_place(pages, table, row, index, width, TIER: tl.constexpr, IS_LOW: tl.
 
 @triton.jit
 def matrices_of(feedback, layer, head, row, rows, layer_rows, heads, model_heads, DIM: tl.constexpr):
-    """Where the matrix of each row's head starts, [row]; None without feedback."""
+    """Returns pointers to the matrix of each row's head, [row]; None without feedback."""
     if feedback is None:
         matrix = None
     else:
@@ -35,7 +35,7 @@ def matrices_of(feedback, layer, head, row, rows, layer_rows, heads, model_heads
 
 @triton.jit
 def rounded_keys(x, matrix, active, TIER: tl.constexpr):
-    """A tile of keys as active rows are to quantise them, rounded by the matrix of each."""
+    """Returns a tile of keys, rounded by each active row's matrix, for quantisation."""
     if matrix is not None and TIER.k_bits <= MOST_BITS:
         if tl.max(active.to(tl.int32), 0) > 0:
             dim, exists = tier_dims(TIER, True)
@@ -49,7 +49,7 @@ def downgrade(
     rows, row, stride, high_codes, high_metadata, low_base, low_slot, active, demoted, matrix,
     HIGH: tl.constexpr, LOW: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Writes a key or value to the low tier: read from its high slot where `demoted`, from the window elsewhere."""
+    """Writes keys or values to the low tier: those of the high slot where `demoted`, otherwise those of the window."""
     dim, exists = tier_dims(LOW, IS_KEY)
     stored = read_tile(high_codes, high_metadata, demoted, dim, exists, HIGH, IS_KEY, DTYPE)
     fresh = read_input(rows, row, active & (demoted == 0), dim, exists, stride)
@@ -64,7 +64,7 @@ def downgrade(
 def write_candidate(
     key, value, row, key_stride, value_stride, base, slot, active, matrix, TIER: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Quantises each active row's key and value of the window into its slot of the page at `base`."""
+    """Quantises each active row's key and value from the window into its slot of the page at `base`."""
     dim, exists = tier_dims(TIER, True)
     codes, metadata = rows_at(base, slot, TIER, True)
     x = rounded_keys(read_input(key, row, active, dim, exists, key_stride), matrix, active, TIER)
@@ -80,15 +80,14 @@ def move_tokens_kernel(
     feedback, layer, head, layer_rows, heads, model_heads,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_TIER: tl.constexpr,
 ):  # fmt: skip
-    """Moves the tokens of BLOCK rows: one into each tier at most, both when a victim is demoted. With ONE_TIER none
-    goes to the low tier.
+    """Moves the tokens of BLOCK rows: at most one into each tier, and both if a victim is demoted.
 
-    The first program also advances the free list past the `taken` pages, which nobody reads any more by now.
-    Grid: (cdiv(rows, BLOCK),).
+    With ONE_TIER no token goes to the low tier. The first program also advances the free list past the `taken` pages,
+    which no program reads any more. Grid: (cdiv(rows, BLOCK),).
 
     Args:
-        feedback: bfloat16 [model layers, model_heads, key_dim, key_dim] that keys are rounded by, or None.
-        layer, head: as in `ModelFeedback`; each layer has `layer_rows` rows of `heads` heads.
+        feedback: matrices by which keys are rounded, bfloat16 [model layers, model_heads, key_dim, key_dim], or None.
+        layer, head: indices into the matrices (`ModelFeedback`); each layer has `layer_rows` rows of `heads` heads.
     """
     block = tl.program_id(0)
     if block == 0:
@@ -125,7 +124,7 @@ def move_tokens_kernel(
                 low_base, low_slot, tl.where(demoted, moved_score, own_score),
                 tl.where(demoted, moved_position, own_position), to_low, LOW,
             )  # fmt: skip
-            # the victim has been read by all threads before any overwrites its slot
+            # all threads have read the victim before any of them overwrites its slot
             tl.debug_barrier()
         elif not ONE_TIER:
             write_candidate(key, value, row, key_stride, value_stride, low_base, low_slot, to_low, matrix, LOW, DTYPE)

@@ -19,7 +19,7 @@ def compact_step(
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Arguments as in the op."""
+    """Compacts all rows once; arguments as in the op."""
     block, leaving = round_block(rows, flag), leaving.contiguous()
     block.leaving = address(leaving)
     set_feedback(block, feedback)
@@ -27,9 +27,10 @@ def compact_step(
 
 
 def round_block(rows: LayerRows, flag: Tensor) -> Compaction:
-    """What a round needs to know of all rows.
+    """Creates the argument block for compacting all rows.
 
-    It holds while the tensors stay where they are, but for pages and free list, which move when their pool grows.
+    The block stays valid while the tensors stay in place. The addresses of pages and free list, which move when their
+    pool grows, must be updated.
     """
     block = Compaction(format=format_of(rows.layout, rows.dtype), row_count=rows.count, heads=rows.heads)
     block.slots, block.sink_slots = rows.slots, rows.sink_slots
@@ -43,7 +44,7 @@ def round_block(rows: LayerRows, flag: Tensor) -> Compaction:
 
 
 def set_feedback(block: Compaction, feedback: ModelFeedback | None) -> None:
-    """Says what keys are rounded by in the rounds of `block`; it has to be kept meanwhile."""
+    """Sets the feedback by which `block` rounds keys; its tensors must be kept alive."""
     if feedback is None:
         block.feedback = None
         return
@@ -52,7 +53,7 @@ def set_feedback(block: Compaction, feedback: ModelFeedback | None) -> None:
 
 
 def run(block: Compaction, high_threshold: Tensor, low_threshold: Tensor | None) -> None:
-    """Runs a round of `round_block`; thresholds are as in `compact_step`."""
+    """Runs a block from `round_block`; thresholds as in `compact_step`."""
     thresholds = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
     block.high_threshold, block.low_threshold = map(address, thresholds)
     block.threads = torch.get_num_threads()

@@ -1,6 +1,6 @@
-"""One round of Algorithm 1 (DiffKV, section 4.3) for every row at once, in plain PyTorch with fixed shapes.
+"""One compaction of all rows by Algorithm 1 (DiffKV, section 4.3) in plain PyTorch with fixed shapes.
 
-A row is one (layer, request, head). Nothing is read back to the host: rows with nothing to do write to the null page.
+A row is one (layer, request, KV head). Nothing is read back to the host: rows without work write to the null page.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ..tiles import Tiles
 
 
 class Candidates(NamedTuple):
-    """The oldest token of the window of each row, which is the next to leave.
+    """The oldest window token of each row, which is the next to leave.
 
     Attributes:
-        key, value: [rows, dim] in the model's dtype.
-        score: float32 [rows]. position: int64 [rows].
-        leaving: bool [rows], which rows have a candidate.
-        length: int64 [rows], real tokens seen.
+        key, value: key and value, [rows, dim] in the model's dtype.
+        score: significance sum, float32 [rows].
+        position: position, int64 [rows].
+        leaving: True for rows that have a candidate, bool [rows].
+        length: real tokens seen, int64 [rows].
     """
 
     key: Tensor
@@ -38,10 +39,10 @@ class Candidates(NamedTuple):
 
 
 def candidates(rows: LayerRows, leaving: Tensor) -> Candidates:
-    """Of windows from which a token leaves, bool [batch]."""
+    """Reads the candidates of all rows; `leaving`, bool [batch], marks the windows that a token leaves."""
 
     def of_rows(each: Tensor) -> Tensor:
-        # of a single request a reshape would be a view without strides, which kernels do not read
+        # for a single request a reshape would return an expanded view, whose strides kernels do not read
         return each[:, None].expand(-1, rows.heads).contiguous().view(-1)
 
     slot = slots_of(rows.window_start, rows.sink_end, rows.sink_slots, rows.slots)
@@ -63,15 +64,18 @@ def compact_step(
     tiles: tuple[Tiles, Tiles],
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Moves the oldest token of windows to a tier, with at most one victim there, or prunes it; windows start later.
+    """Moves the oldest token of windows to a tier, displacing at most one victim, or prunes it.
+
+    The start of these windows advances by one.
 
     Args:
-        rows: of all layers; the caller guarantees one free page per row and tier.
-        leaving: bool [batch], the windows from which a token leaves.
-        high_threshold, low_threshold: float32 [batch, heads] on mean significance. Where pages have no scores, `rows`'s
-            `alpha_high` and None: candidates are added to the high tier where it is 0, elsewhere to the low one.
-        tiles: pieces that cover all high and all low pages.
-        feedback: what keys of `LARGEST_BITS` or less are rounded by, those of victims too; None rounds to the nearest.
+        rows: rows of all layers; the caller guarantees one free page per row and tier.
+        leaving: True for windows that a token leaves, bool [batch].
+        high_threshold, low_threshold: thresholds on mean significance, float32 [batch, heads]. If pages have no scores,
+            `alpha_high` of `rows` and None: candidates go to the high tier where it is 0, otherwise to the low tier.
+        tiles: tiles that cover all high and all low pages.
+        feedback: matrices by which keys of at most `LARGEST_BITS` bits are rounded, victims' keys included; None rounds
+            to nearest.
     """
     _move(rows, candidates(rows, leaving), high_threshold, low_threshold, tiles, feedback)
     rows.window_start.add_(leaving)
@@ -139,7 +143,7 @@ def _move(
 
 
 def _rounded(key: Tensor, feedback: ModelFeedback | None, tier: TierLayout) -> Tensor:
-    """Keys of all rows as they are to be quantised."""
+    """Returns the keys of all rows, rounded by the feedback if it applies to the tier."""
     if feedback is None or tier.k_bits > LARGEST_BITS:
         return key
     return round_keys(key, feedback.of_rows(key.shape[0]), feedback.matrices, tier)
@@ -152,9 +156,9 @@ def _mean(score: Tensor, position: Tensor, length: Tensor) -> Tensor:
 def _least_significant(
     pages: Tensor, layout: TierLayout, tier: int, table: Tensor, count: Tensor, length: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """Slot (int64 [rows]) and mean (float32 [rows]) of each row's least significant token; ties go to the oldest.
+    """Returns slot (int64 [rows]) and mean (float32 [rows]) of each row's least significant token.
 
-    A row without tokens has mean +inf.
+    Ties go to the oldest token. A row without tokens has mean +inf.
     """
     rows, width = table.shape
     slots = torch.zeros(rows, dtype=torch.int64, device=table.device)
@@ -189,7 +193,7 @@ def _add_pages(
     appends: tuple[Tensor, Tensor],
     counts: tuple[Tensor, Tensor],
 ) -> None:
-    """Gives a page to every row whose next slot starts one; both tiers share one prefix sum."""
+    """Gives a page to every row whose next token starts one; both tiers share one prefix sum."""
     needs = [
         append & (count % tier.capacity == 0) for append, count, tier in zip(appends, counts, (layout.high, layout.low))
     ]
@@ -201,7 +205,7 @@ def _add_pages(
 
 
 def _locate(table: Tensor, tier: int, layout: TierLayout, slot: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Page and slot within it of a row's `slot`-th token; the null page for rows that are not active."""
+    """Returns page of a row's `slot`-th token and slot within the page; the null page for inactive rows."""
     width = table.shape[1]
     entry = column(tier, (slot // layout.capacity).clamp(max=width - 1), width)
     page = table.gather(1, entry[:, None])[:, 0].long()

@@ -1,7 +1,7 @@
-"""Rewriting rows after a prompt or any forward of several tokens: many tokens may leave, sink or arrive at once.
+"""Rewrites rows after a forward of several tokens, in which many tokens may be removed, demoted or added at once.
 
-Keys and values of tokens to add stay where they are until they are stored, so that none is copied more than once, and
-few at a time.
+Keys and values of added tokens stay in place until they are stored, so that each is copied only once, and few at a
+time.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ..rounding import round_keys
 
 # tokens that are moved through a copy at once
 MOVE_TOKENS = 1 << 14
-# tokens that are copied at once; on other devices each part costs launches
+# tokens that are copied at once, on CPUs and elsewhere, where each part costs launches
 READ_TOKENS, READ_TOKENS_BY_KERNELS = 1 << 12, 1 << 16
 
 
 class TokenSource(Protocol):
-    """Where keys and values are."""
+    """A source of keys and values."""
 
     def __len__(self) -> int:
-        """How many tokens are here."""
+        """Returns the number of tokens."""
 
     def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [n, key_dim] and values [n, value_dim] of the tokens `index`, int64 [n]."""
+        """Returns the keys [n, key_dim] and values [n, value_dim] of the tokens `index`, int64 [n]."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Keys [tokens, key_dim] and values [tokens, value_dim]."""
+    """A source of given keys [tokens, key_dim] and values [tokens, value_dim]."""
 
     key: Tensor
     value: Tensor
@@ -54,9 +54,11 @@ class NewTokens:
     """Tokens to add, sorted by row.
 
     Attributes:
-        row, position: int64 [n]. score: float32 [n].
-        sources: where their keys and values are.
-        origin: int64 [n], which of all tokens of the sources, one after the other, each of them is.
+        row: row of each token, int64 [n].
+        score: significance sums, float32 [n].
+        position: positions, int64 [n].
+        sources: sources of keys and values.
+        origin: index of each token within the concatenated sources, int64 [n].
     """
 
     row: Tensor
@@ -67,7 +69,7 @@ class NewTokens:
 
     @classmethod
     def of(cls, row: Tensor, source: TokenSource, score: Tensor, position: Tensor) -> NewTokens:
-        """All tokens of one source in its order."""
+        """Creates the tokens of one source, in its order."""
         return cls(row, score, position, (source,), torch.arange(row.numel(), device=row.device))
 
     def select(self, mask: Tensor) -> NewTokens:
@@ -75,7 +77,7 @@ class NewTokens:
         return NewTokens(*parts, self.sources, self.origin[mask])
 
     def merge(self, other: NewTokens) -> NewTokens:
-        """Both together, `self` before `other` within each row."""
+        """Merges both, with `self` before `other` within each row."""
         if not self.row.numel() or not other.row.numel():
             return self if other.row.numel() == 0 else other
         order = torch.argsort(torch.cat([self.row, other.row]), stable=True)
@@ -85,7 +87,7 @@ class NewTokens:
         return NewTokens(*parts, self.sources + other.sources, torch.cat([self.origin, origin])[order])
 
     def read(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of some of the tokens, [n, dim]."""
+        """Returns keys and values of the tokens in `part`, [n, dim]."""
         origin = self.origin[part]
         if len(self.sources) == 1:
             return self.sources[0].read(origin)
@@ -100,14 +102,20 @@ class NewTokens:
         return tuple(torch.cat([piece[side].to(dtype) for piece in pieces])[back] for side in (0, 1))
 
     def parts(self) -> list[slice]:
-        """All tokens, so many at a time as are copied at once."""
+        """Returns slices over all tokens, each to be copied at once."""
         step = READ_TOKENS if self.row.device.type == "cpu" else READ_TOKENS_BY_KERNELS
         return [slice(start, start + step) for start in range(0, self.row.numel(), step)]
 
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """Every token of one tier in row order: its row, its index within the row, and where it stands. int64 [n]."""
+    """All tokens of one tier in row order.
+
+    Attributes:
+        row: row of each token, int64 [n].
+        index: index within the row and tier, int64 [n].
+        page, slot: page id and slot within the page, int64 [n].
+    """
 
     row: Tensor
     index: Tensor
@@ -125,9 +133,9 @@ def stored_tokens(rows: LayerRows, tier: int) -> StoredTokens:
 
 
 def token_positions(rows: LayerRows, tier: int, tokens: StoredTokens) -> Tensor:
-    """Each stored token's index among the real tokens of its request, int64 [n].
+    """Returns each stored token's index among the real tokens of its request, int64 [n].
 
-    Where pages hold no positions, they are all from where the row's sinks end.
+    If pages hold no positions, a row stores all tokens from the end of its sinks on.
     """
     layout = rows.tiers[tier]
     if layout.position_bytes == 0:
@@ -143,19 +151,22 @@ def rewrite_rows(
     new: tuple[NewTokens, NewTokens],
     feedback: Tensor | None = None,
 ) -> None:
-    """Removes, demotes and adds tokens, and takes or gives back whole pages.
+    """Removes, demotes and adds tokens, and takes or frees whole pages.
 
-    What stays keeps its order where pages hold no positions; elsewhere the last tokens fill the holes.
+    If pages hold no positions, the kept tokens keep their order; otherwise the last tokens fill the holes.
 
     Args:
-        stored: what each tier holds (high, low). keep: bool [n], what of it stays in its tier.
-        demoted: bool [n] over the high tier, tokens not kept there that move to the low tier; none where pages hold
-            no positions.
+        rows: rows to rewrite.
+        stored: stored tokens of each tier (high, low).
+        keep: True for tokens that stay in their tier, bool [n] for each tier.
+        demoted: True for high tokens that are not kept but move to the low tier, bool [n]; never set if pages hold no
+            positions.
         new: tokens to add to each tier.
-        feedback: [rows, key_dim, key_dim] that added keys are rounded with (ops/rounding); None rounds each for itself.
+        feedback: matrices by which added keys are rounded (ops/rounding), [rows, key_dim, key_dim]; None rounds each
+            element to the nearest code.
 
     Raises:
-        MemoryError: the pool cannot hold the result; nothing has changed then.
+        MemoryError: the pool cannot hold the result; nothing has changed.
     """
     added = new
     if rows.layout.selects:
@@ -196,18 +207,18 @@ def _demoted_tokens(rows: LayerRows, stored: StoredTokens, demoted: Tensor) -> N
 def _close_holes(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
     """Moves each row's last tokens into the slots of removed ones."""
     inside = stored.index < kept[stored.row]
-    # per row there are as many holes inside as tokens outside, and both lists are in row order
+    # each row has as many holes inside as kept tokens outside, and both lists are in row order
     holes, movers = ~keep & inside, keep & ~inside
     old, new = (stored.page[movers], stored.slot[movers]), (stored.page[holes], stored.slot[holes])
     move_tokens(rows.pages, rows.tiers[tier], *old, *new, rows.dtype)
 
 
 def _close_ranks(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
-    """Moves each row's tokens up to where the ones before them were removed."""
+    """Moves each row's tokens forward over removed ones, keeping their order."""
     rank = keep.cumsum(0) - 1 - (kept.cumsum(0) - kept)[stored.row]
     old = (keep & (rank < stored.index)).nonzero()[:, 0]
     new = old - (stored.index - rank)[old]
-    # a token may stand where another one goes: each part is read before it is written, and what follows stands behind
+    # a target slot may hold another token: each part is read before it is written, and later parts lie further back
     for start in range(0, old.numel(), MOVE_TOKENS):
         places = (each[start : start + MOVE_TOKENS] for each in (old, new))
         (page, slot), (to_page, to_slot) = ((stored.page[place], stored.slot[place]) for place in places)
@@ -215,7 +226,7 @@ def _close_ranks(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor,
 
 
 def _entries(rows: LayerRows, tier: int, count: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column of `count` entries of each row from its `first` page of the tier on."""
+    """Returns row and table column of each row's `count` entries, starting with its page `first` of the tier."""
     row = torch.repeat_interleave(torch.arange(count.numel(), device=count.device), count)
     index = torch.arange(row.numel(), device=count.device) - (count.cumsum(0) - count)[row] + first[row]
     return row, column(tier, index, rows.width)

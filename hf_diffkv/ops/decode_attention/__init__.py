@@ -29,11 +29,11 @@ def decode_attention(
     scratch: Scratch | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """Arguments and result as in `reference.decode_attention`, except for:
+    """Attends from the newest token of every request; further arguments and result as in the reference.
 
     Args:
-        bounds: what the host knows of the rows' lengths.
-        scratch: from `allocate_scratch`; None allocates anew.
+        bounds: the host's upper bounds on the rows' lengths.
+        scratch: buffers from `allocate_scratch`; None allocates new ones.
     """
     backend = choose(query.device, query.dtype, rows.layout.high, rows.layout.low)
     if backend == NATIVE:
@@ -47,7 +47,13 @@ def decode_attention(
 
 
 def allocate_scratch(query: Tensor, rows: LayerRows, max_tokens: int) -> Scratch | None:
-    """Buffers the kernels reuse from step to step; None where the reference runs. query: [batch, query_heads, dim]."""
+    """Allocates buffers that the kernels reuse from step to step; returns None if no kernels run.
+
+    Args:
+        query: query states, [batch, query_heads, key_dim]; only the shape, dtype and device matter.
+        rows: rows to attend to.
+        max_tokens: upper bound on the tokens of any row, window included.
+    """
     if not use_kernels(query.device, query.dtype):
         return None
     from .scratch import Scratch
@@ -56,7 +62,7 @@ def allocate_scratch(query: Tensor, rows: LayerRows, max_tokens: int) -> Scratch
 
 
 def scratch_bytes(query: Tensor, rows: LayerRows, max_tokens: int, requests: int) -> int:
-    """What `allocate_scratch` would take for so many requests in place of those of `rows`."""
+    """Returns the bytes that `allocate_scratch` would take for `requests` requests instead of those of `rows`."""
     if not use_kernels(query.device, query.dtype):
         return 0
     from .scratch import Scratch

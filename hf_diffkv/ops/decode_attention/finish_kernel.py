@@ -1,5 +1,7 @@
-"""What follows `attend_kernel` (Triton): the splits of a row are merged, and what its tokens received is added to their
-scores. Both in one launch: each program does one or the other, as neither needs what the other makes."""
+"""Triton kernel after `attend_kernel`: merges the splits of a row and adds the received attention to scores.
+
+Both run in one launch. Each program does one or the other, since neither needs the other's result.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from .rows import LOG2_E, STEP, columns, row_counts, window_slots
 @triton.jit
 def softmax_state(partial_peak, partial_total, sinks, row, heads, there, kv_heads, splits, GROUP: tl.constexpr,
                   SPLIT_BLOCK: tl.constexpr):  # fmt: skip
-    """Peak and denominator of the softmax of some heads of a row, float32 [heads]; neither is ever zero or infinite.
+    """Returns peak and denominator of the softmax of some heads of a row, float32 [heads].
+
+    The peak is always finite, and the denominator is never zero or infinite. Further arguments as in `finish_kernel`.
 
     Args:
-        heads, there: int32 and bool [heads], within the group.
-        other arguments: as in `finish_kernel`.
+        heads: index of each head within the group, int32 [heads].
+        there: True for heads that exist, bool [heads].
     """
     first_row = row.to(tl.int64) * splits
     lane = tl.arange(0, SPLIT_BLOCK)
@@ -39,7 +43,7 @@ def softmax_state(partial_peak, partial_total, sinks, row, heads, there, kv_head
         mask = (split < splits)[:, None] & there[None, :]
         part = (first_row + split)[:, None] * GROUP + heads[None, :]
         share = tl.math.exp2(tl.load(partial_peak + part, mask=mask, other=-float("inf")) - peak[None, :])
-        # a maximum, as a product that is fused with the first addition makes threads disagree on the sum
+        # the maximum prevents fusing the product with the first addition, which would make threads disagree on the sum
         total += tl.sum(tl.maximum(share * tl.load(partial_total + part, mask=mask, other=0.0), 0.0), 0)
     return peak, tl.where(total == 0, 1.0, total)
 
@@ -71,7 +75,7 @@ def merge_head(partial_output, partial_peak, partial_total, sinks, output, activ
 
 @triton.jit
 def received(logits, peaks, log_total, heads, token, present, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest probability of each token within the group, 0 for absent ones: float32 [tokens]."""
+    """Returns the largest probability of each token within the group, float32 [tokens]; 0 for absent tokens."""
     COLUMNS: tl.constexpr = columns(GROUP)
     mask = present[:, None] & (heads < COLUMNS)[None, :]
     shifted = tl.load(logits + token[:, None] * COLUMNS + heads[None, :], mask=mask, other=-float("inf"))
@@ -81,7 +85,7 @@ def received(logits, peaks, log_total, heads, token, present, GROUP: tl.constexp
 
 @triton.jit
 def joined(gained, held, place, present, FOLD: tl.constexpr, HOLD: tl.constexpr):
-    """The maximum with what attentions of other layers left at `place`, kept there if further ones are to come."""
+    """Returns the maximum of `gained` and earlier layers' values at `place` (FOLD), and stores it there (HOLD)."""
     if FOLD:
         gained = tl.maximum(gained, tl.load(held + place, mask=present, other=0.0))
     if HOLD:
@@ -93,9 +97,13 @@ def joined(gained, held, place, present, FOLD: tl.constexpr, HOLD: tl.constexpr)
 def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first, last, count, length,
                DIRECTION: tl.constexpr, TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
                TOKENS: tl.constexpr, FOLD: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
-    """Tiles [first, last) of TOKENS tokens; every token has one owner, so nothing is atomic.
+    """Adds received attention to the scores of tiles [first, last) of TOKENS tokens.
 
-    place: of the tier's first token in `held`. length: of the row, which narrow scores are rounded by.
+    Each token belongs to one program, so no atomics are needed.
+
+    Args:
+        place: index of the tier's first token in `held`.
+        length: length of the row, which seeds the rounding of narrow scores.
     """
     for tile in range(first, last):
         token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -121,12 +129,12 @@ def add_scores(pages, page_table, window_score, logits, block_peak, held, log_to
                table_width, slots, sink_slots, splits, positions, blocks, HIGH: tl.constexpr, LOW: tl.constexpr,
                GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
                FOLD: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
-    """Adds what the tokens of one split of a row received, all but the newest.
+    """Adds the attention that the tokens of one split of a row received, except for the newest token.
 
     Args:
-        log_total: float32 [HEADS], log2 of the softmax denominators, infinite for heads that are none.
-        counts, place: from `row_counts`.
-        length: of the request, which narrow scores are rounded by.
+        log_total: log2 of the softmax denominators, float32 [HEADS]; infinite for padding heads.
+        counts, place: results of `row_counts`.
+        length: length of the request, which seeds the rounding of narrow scores.
     """
     high, low, window = counts
     high_tiles = tl.cdiv(high, TOKENS)
@@ -181,16 +189,20 @@ def finish_kernel(
     HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TOKENS: tl.constexpr, FOLD: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """The first GROUP programs of a row merge the splits of a query head each; the others add scores, each to a share
-    of the row's tokens. Grid (rows, GROUP + splits), or (rows, GROUP) where nothing is scored.
+    """Merges the splits of a row and adds scores.
+
+    The first GROUP programs of a row each merge the splits of one query head. The others each add the scores of a share
+    of the row's tokens. Grid: (rows, GROUP + splits), or (rows, GROUP) without scores. Further arguments as in
+    `attend_kernel`.
 
     Args:
-        sinks: any float [query_heads] or None. output: [rows, GROUP, value_dim] in the model's dtype.
+        sinks: sink logits, any float [query_heads], or None.
+        output: [rows, GROUP, value_dim] in the model's dtype.
         window_score: float32 [rows, slots].
-        held: float32 [rows, positions], what tokens received from other layers; None unless FOLD or HOLD.
-        other arguments: as in `attend_kernel`.
-        TOKENS: tile of tokens, independent of BLOCK.
-        FOLD, HOLD: take `held` into account; leave the result there instead of adding it.
+        held: attention that tokens received from other layers, float32 [rows, positions]; None unless FOLD or HOLD.
+        TOKENS: tokens per tile, independent of BLOCK.
+        FOLD: whether to include `held` in the maximum.
+        HOLD: whether to store the result in `held` instead of adding it to the scores.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)

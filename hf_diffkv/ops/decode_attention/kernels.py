@@ -3,10 +3,10 @@
 With key = scale * code + zero (DiffKV, SOSP 2025, section 5),
     logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
 
-Work is counted in blocks of BLOCK tokens, high tier, then low tier, then window; every split of a row takes an equal
-share of what the device counts say is there. Logits are in units of log2. For the scores each block leaves its logits
-relative to the running peak (fp16 is exact enough there: the larger the probability, the smaller the number) and that
-peak; the window does so every STEP tokens. Where pages have no scores, nothing of it is stored.
+Work is divided into blocks of BLOCK tokens: high tier, then low tier, then window. Every split of a row takes an equal
+share of the blocks that the counts on the device imply. Logits are in units of log2. If pages have scores, each block
+stores the running peak and its logits relative to it. fp16 is precise enough for these: the larger the probability, the
+smaller the number. The window does so every STEP tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from .tier_math import (
 def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, last, count, logit_scale, cap,
                 DIRECTION: tl.constexpr, TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
                 ELEMENT: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    """Blocks [first, last) of a tier of `count` tokens.
+    """Attends to blocks [first, last) of a tier of `count` tokens.
 
-    `table` points at the tier's first entry, `logits` and `peaks` at what belongs to its first block. Tokens past the
-    end repeat the last one and are left out by their logit, so that no load needs a mask.
+    `table` points at the tier's first entry; `logits` and `peaks` point at the entries of its first block. Tokens past
+    the end repeat the last one and are masked by their logit, so that no load needs a mask.
     """
     old_peak, total, acc = state
     acc = as_multiplied(acc, TIER, MODE)
@@ -58,8 +58,8 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     lane = tl.arange(0, BLOCK)
     weight_sums = tl.zeros((BLOCK, heads.shape[0]), tl.float32)
     zeros = no_zeros(TIER, BLOCK, heads.shape[0])
-    # page numbers are loaded a block ahead, as Triton copies rows ahead of their use only where it knows the page then;
-    # so is metadata too narrow for such copies
+    # page numbers are loaded one block ahead, because Triton prefetches rows only if it already knows their page;
+    # metadata too narrow for such copies is loaded one block ahead as well
     AHEAD: tl.constexpr = narrow_words(TIER)
     begin = tl.minimum(first * BLOCK + lane, tl.maximum(count - 1, 0))
     page = tl.load(table + DIRECTION * (begin // TIER.capacity), mask=begin < count, other=0)
@@ -98,7 +98,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
 def attend_window(state, query_row, heads, keys, values, logits, peaks, first, last, count, place, slots,
                   sink_slots, logit_scale, cap, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr,
                   RAW: tl.constexpr):  # fmt: skip
-    """Tokens [first, last) of the window, `first` a multiple of STEP; arguments as in `attend_tier`."""
+    """Attends to tokens [first, last) of the window, `first` a multiple of STEP; arguments as in `attend_tier`."""
     old_peak, total, acc = state
     peak = old_peak
     query = load_query(query_row, heads, KEY_DIM, 1, 1, GROUP, RAW)
@@ -119,7 +119,7 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
     return peak, join_totals(old_peak, total, peak, weight_sums), acc
 
 
-# Triton would compile anew for sizes, and for addresses of single layers, that happen to be multiples of 16
+# without this, Triton would recompile for sizes, and for addresses of single layers, that are multiples of 16
 @triton.jit(
     do_not_specialize=[
         *("page_table", "high_count", "low_count", "window_start", "length", "valid", "sink_end"),
@@ -133,16 +133,22 @@ def attend_kernel(
     HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr, ONE_TIER: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row (request, KV head); grid (rows, splits).
+    """Attends to one split of one row (request, KV head). Grid: (rows, splits).
 
     Args:
-        query [rows, GROUP, key_dim]; pages uint8; page_table int32 [rows, table_width]; counts int32 [rows];
-        window_key, window_value [rows, slots, dim]; window_start, length int64 [batch]; valid uint8 [batch];
-        sink_end int64 [batch] or None.
-        partial_output float32 [rows, splits, GROUP, value_dim]; partial_peak, partial_total [rows, splits, GROUP],
-        peak -inf where a split had nothing to do and left its output unwritten.
-        logits fp16 [rows, positions, columns(GROUP)]: high blocks, low blocks, window steps.
-        block_peak float32 [rows, blocks, columns(GROUP)], in the same order. Both None where nothing is scored.
+        query: [rows, GROUP, key_dim].
+        pages: uint8.
+        page_table: int32 [rows, table_width].
+        high_count, low_count: int32 [rows].
+        window_key, window_value: [rows, slots, dim].
+        window_start, length: int64 [batch].
+        valid: uint8 [batch] or None.
+        sink_end: int64 [batch] or None.
+        partial_output: float32 [rows, splits, GROUP, value_dim].
+        partial_peak, partial_total: float32 [rows, splits, GROUP]; the peak of a split without tokens is -inf, and its
+            output is not written.
+        logits: high blocks, low blocks, then window steps, fp16 [rows, positions, columns(GROUP)]; None without scores.
+        block_peak: peaks in the same order, float32 [rows, blocks, columns(GROUP)]; None without scores.
     """
     row = tl.program_id(0)
     split = tl.program_id(1)

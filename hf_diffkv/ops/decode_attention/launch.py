@@ -31,18 +31,18 @@ def decode_attention(
     scratch: Scratch | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """Attention of the newest token of every request, see the reference for the other arguments.
+    """Attends from the newest token of every request; further arguments as in the reference.
 
-    Nothing is read back from the device. Every query head of a KV head is served by the same program, and rows are
-    split along the sequence until the device is full.
+    Nothing is read back from the device. One program serves all query heads of a KV head, and rows are split along the
+    sequence until the device is full.
 
     Args:
-        softmax: its scaling must be positive.
-        max_tokens: bound on the stored tokens of any row, both tiers and window together; more are not supported.
-        scratch: buffers of an earlier call; None allocates new ones. Fixed buffers are what a CUDA graph needs.
+        softmax: softmax parameters; the scaling must be positive.
+        max_tokens: upper bound on the stored tokens of any row, both tiers and window together; must hold.
+        scratch: buffers of an earlier call; None allocates new ones. CUDA graphs need fixed buffers.
 
     Returns:
-        [batch, query_heads, value_dim] in the query's dtype.
+        Attention output, [batch, query_heads, value_dim] in the query's dtype.
     """
     layout, scaling, softcap = rows.layout, softmax.scaling, softmax.softcap
     _check_query(query, rows, scaling)
@@ -111,7 +111,7 @@ def decode_attention(
 
 
 def _joining(held: Held | None, logits: Tensor) -> dict[str, bool]:
-    """How the scores are joined with those of other layers; makes the buffer at the first of them."""
+    """Returns the constants for joining scores over several layers; creates the buffer for the first layer."""
     if held is None:
         return {}
     fold = held.received is not None
@@ -123,7 +123,7 @@ def _joining(held: Held | None, logits: Tensor) -> dict[str, bool]:
 
 
 def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> dict[str, dict[str, object]]:
-    """Compile-time arguments of the two kernels, "attend" and "finish"."""
+    """Returns the compile-time arguments of the two kernels, "attend" and "finish"."""
     shared = {
         "HIGH": layout.high,
         "LOW": layout.low,
@@ -154,7 +154,7 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
 def _check_query(query: Tensor, rows: LayerRows, scaling: float) -> None:
     if query.dtype not in TRITON_DTYPES:
         raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
-    # rows stored at 16 bits are read as what the query is
+    # rows stored at 16 bits are read in the query's dtype
     if query.dtype != rows.dtype:
         raise ValueError(f"query is {query.dtype} but the stored tokens are {rows.dtype}; convert the query.")
     key_dim = rows.layout.high.key_dim

@@ -14,11 +14,11 @@ from ..softmax import Held, Softmax
 def decode_attention(
     query: Tensor, rows: LayerRows, softmax: Softmax, *, valid: Tensor | None = None, held: Held | None = None
 ) -> Tensor:
-    """Arguments as in the reference, tiles aside.
+    """Attends from the newest token of every request; arguments as in the reference, without tiles.
 
     Raises:
-        ValueError: queries that do not fit the rows.
-        CorruptMemoryError: a table entry that is no page, or counts that do not fit the table; nothing has changed.
+        ValueError: the queries do not fit the rows.
+        CorruptMemoryError: a table entry is not a page, or counts do not fit the table; nothing has changed.
     """
     return attend(step_block(rows), query, softmax, valid=valid, held=held)
 
@@ -26,10 +26,13 @@ def decode_attention(
 def attend(
     block: StepBlock, query: Tensor, softmax: Softmax, *, valid: Tensor | None = None, held: Held | None = None
 ) -> Tensor:
-    """Runs a block of `step_block` for queries [batch, query_heads, key_dim] or [batch, query_heads, 1, key_dim].
+    """Runs a block from `step_block`.
+
+    Args:
+        query: query states, [batch, query_heads, key_dim] or [batch, query_heads, 1, key_dim].
 
     Returns:
-        As many dimensions, with value_dim as the last.
+        Attention output in the query's shape, with value_dim as the last dimension.
     """
     form = block.format
     key_dim, value_dim = form.tier[0].key.dim, form.tier[0].value.dim
@@ -56,11 +59,11 @@ def attend(
 
 
 def _join(block: StepBlock, held: Held) -> None:
-    """Joins what tokens receive with other layers; makes the buffer, [rows, tokens of a row], at the first of them."""
+    """Joins received attention over several layers; creates the buffer, [rows, tokens of a row], for the first."""
     block.fold, block.hold = held.received is not None, not held.last
     rows = block.batch * block.heads
     if held.received is None:
-        # no row holds more
+        # upper bound on the tokens of a row
         room = block.rows.width * max(block.format.tier[t].capacity for t in range(block.format.tiers)) + block.slots
         held.received = torch.empty(rows, room)
     block.received, block.received_stride = held.received.data_ptr(), held.received.shape[1]

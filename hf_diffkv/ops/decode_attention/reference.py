@@ -1,9 +1,9 @@
-"""Decode attention over pages and window in plain PyTorch: split along the sequence, merged at the end.
+"""Decode attention over pages and window in plain PyTorch, split along the sequence and merged at the end.
 
-Codes are converted to floats but never scaled one by one: with key = scale * code + zero,
+Codes are converted to floats but never scaled individually. With key = scale * code + zero,
     logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
-A tier takes two passes over its pages, keys then values, a few tiles at a time through buffers that stay in the
-processor's cache; everything between them works on the logits of all tiles at once.
+A tier takes two passes over its pages, first keys, then values, a few tiles at a time, through buffers that stay in the
+processor's cache. All work between the passes covers the logits of all tiles at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..tiles import Tiles
 
 CHUNK_ELEMENTS = 1 << 18
 WORD_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
-# exp(-40) of the largest weight is below rounding; products of smaller ones would be subnormal numbers, which are slow
+# exp(-40) of the largest weight is lost in rounding; smaller weights would give subnormal products, which are slow
 LOWEST_EXPONENT = -40.0
 
 
@@ -37,19 +37,22 @@ def decode_attention(
     valid: Tensor | None = None,
     held: Held | None = None,
 ) -> Tensor:
-    """Attention of the newest token of every request, which already stands in the window.
+    """Attends from the newest token of every request, which is already in the window, and updates the sums.
+
+    The sum of each attended token except the newest grows by the maximum of its probabilities over the group. With
+    `held`, the last layer adds the maximum over all layers. If pages have no scores, no sums change, not even those of
+    the window, and `held` is left unchanged.
 
     Args:
-        query: [batch, query_heads, key_dim].
-        rows: the sums of attended tokens are updated.
-        tiles: pieces that cover all high and all low pages.
-        valid: bool [batch]; where False the newest token is padding: zeros are returned and nothing scores.
-        held: joins the attentions of several layers to the same tokens; None where this is the only one.
+        query: query states, [batch, query_heads, key_dim].
+        rows: rows to attend to.
+        tiles: tiles that cover all high and all low pages.
+        valid: False where the newest token is padding, bool [batch]; the output is then zero and no sums grow. None if
+            all are real.
+        held: accumulator that joins the attention of several layers to the same tokens; None for one layer.
 
     Returns:
-        [batch, query_heads, value_dim] in the query's dtype. To each attended token but the newest its sum gains the
-        maximum over the group of the probabilities; with `held`, the last attention adds the maximum over all of them.
-        Where pages have no scores, no sum changes, those of the window included, and `held` stays as it is.
+        Attention output, [batch, query_heads, value_dim] in the query's dtype.
     """
     batch, kv_heads, length = rows.batch, rows.heads, rows.length
     dtype = compute_dtype(query.dtype)
@@ -58,7 +61,7 @@ def decode_attention(
     if valid is None:
         valid = length > 0
     scoring = valid.repeat_interleave(kv_heads)
-    # padding may hold anything, and zero times infinity is not zero
+    # padding may hold any value, and zero times infinity is NaN
     scaled = torch.where(scoring[:, None, None], scaled, 0.0)
     tokens = held_tokens(rows.window_start, length, rows.sink_end, rows.sink_slots, rows.slots)
     window = _window_logits(scaled, rows.window_key, tokens, softmax.softcap)
@@ -88,7 +91,7 @@ def decode_attention(
 
 
 def _window_logits(query: Tensor, key: Tensor, tokens: Tensor, softcap: float | None) -> Tensor:
-    """Logits [rows, group, slots] of the window, -inf in empty slots."""
+    """Returns the window's logits, [rows, group, slots], -inf in empty slots."""
     batch, kv_heads, slots = key.shape[:3]
     logits = torch.bmm(query, key.reshape(batch * kv_heads, slots, -1).to(query.dtype).mT)
     if softcap is not None:
@@ -114,7 +117,7 @@ def _window_partials(logits: Tensor, value: Tensor, sinks: Tensor | None, group:
 
 
 def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring: Tensor, kv_heads: int) -> Tensor:
-    """Each slot's largest probability within the group, float32 [rows, slots]; 0 for the newest token."""
+    """Returns each slot's largest probability within the group, float32 [rows, slots]; 0 for the newest token."""
     received = torch.exp(logits - log_total[..., None]).amax(1)
     counted = scoring[:, None] & ~newest.repeat_interleave(kv_heads, dim=0)
     return torch.where(counted, received, 0.0).float()
@@ -122,7 +125,12 @@ def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring:
 
 @dataclass
 class Partials:
-    """Split softmax state of each row: peak and total [rows, group], weighted values [rows, group, value_dim]."""
+    """Partial softmax state of each row.
+
+    Attributes:
+        peak, total: largest logit and sum of the weights, [rows, group].
+        output: sum of the weighted values, [rows, group, value_dim].
+    """
 
     peak: Tensor
     total: Tensor
@@ -131,14 +139,14 @@ class Partials:
 
 @dataclass
 class BitPlane:
-    """The same bits of all bytes of packed rows, many bytes to a word.
+    """One bit field of every byte of packed rows, unpacked many bytes per word.
 
     Attributes:
         words: packed rows.
-        shift: from where the bits stand to where they belong, in bits to the left.
-        mask: selects them there.
-        codes: where they go, of the same shape.
-        add: whether what is there stays, the lower bits of the same codes.
+        shift: left shift that moves the bits to their place in the codes; negative to the right.
+        mask: mask of the bits after the shift.
+        codes: unpacked codes, in the shape of `words`.
+        add: whether to keep the bits already in `codes`, the lower bits of the same codes.
     """
 
     words: Tensor
@@ -162,8 +170,9 @@ class TierAttention:
     """Attention to the tokens of one tier.
 
     Args:
+        rows: rows to attend to.
         tier: `HIGH` or `LOW`.
-        tiles: pieces that cover all the tier's pages.
+        tiles: tiles that cover all pages of the tier.
     """
 
     def __init__(self, rows: LayerRows, tier: int, tiles: Tiles) -> None:
@@ -181,7 +190,9 @@ class TierAttention:
         """Adds this tier's tokens to `merged`; keeps the softmax weights for `received`.
 
         Args:
-            query: [rows, group, key_dim], scaled.
+            query: scaled query states, [rows, group, key_dim].
+            merged: softmax state of the rows, updated in place.
+            softcap: softcap of the logits, or None.
         """
         row, absent = self.tiles.row, self.absent[:, None]
         weights = self._logits(query[row])
@@ -204,11 +215,13 @@ class TierAttention:
         merged.peak = highest
 
     def received(self, log_total: Tensor, scoring: Tensor) -> Tensor:
-        """Each token's largest probability within the group, float32 [tiles, tokens]. Called once, after `attend`.
+        """Returns each token's largest probability within the group, float32 [tiles, tokens].
+
+        May be called only once, after `attend`.
 
         Args:
-            log_total: [rows, group], logarithm of the softmax's denominator.
-            scoring: bool [rows].
+            log_total: logarithm of the softmax denominator, [rows, group].
+            scoring: True for rows whose newest token is real, bool [rows].
         """
         row = self.tiles.row
         share = self.peak - log_total[row]
@@ -216,7 +229,7 @@ class TierAttention:
         return self.weights.mul_(share[..., None]).amax(1).float()
 
     def add_scores(self, received: Tensor, length: Tensor) -> None:
-        """Adds what tokens received, float32 [tiles, tokens], to their sums; length: int64 [rows]."""
+        """Adds received attention, float32 [tiles, tokens], to the sums; `length` is int64 [rows]."""
         score = score_segment(self.pages, self.layout)
         held, received = score.index_select(0, self.ids), received.view(self.ids.numel(), -1)
         if self.layout.score_bytes == 4:
@@ -229,7 +242,7 @@ class TierAttention:
         score.index_copy_(0, self.ids, stored_score(score_of(held) + received, noise.view_as(received)))
 
     def _logits(self, query: Tensor) -> Tensor:
-        """[tiles, group, tokens] for queries [tiles, group, key_dim]."""
+        """Returns logits [tiles, group, tokens] for queries [tiles, group, key_dim]."""
         layout = self.layout
         numbers = self._numbers(layout.key_offset, layout.key_row, layout.k_bits, layout.key_dim, query.dtype)
         metadata = self._metadata(
@@ -251,7 +264,7 @@ class TierAttention:
         return logits
 
     def _output(self, weights: Tensor) -> Tensor:
-        """Weighted values [tiles, group, value_dim] for weights [tiles, group, tokens]."""
+        """Returns weighted values [tiles, group, value_dim] for weights [tiles, group, tokens]."""
         layout, full = self.layout, self.tiles.full
         numbers = self._numbers(layout.value_offset, layout.value_row, layout.v_bits, layout.value_dim, weights.dtype)
         metadata = self._metadata(
@@ -260,7 +273,7 @@ class TierAttention:
         output = weights.new_empty(*weights.shape[:2], layout.value_dim)
         for chunk, values in numbers:
             if metadata is None:
-                # zero times what nobody wrote need not be zero
+                # zero times unwritten memory need not be zero
                 absent = self.absent[max(chunk.start - full, 0) : max(chunk.stop - full, 0), :, None]
                 values[values.shape[0] - absent.shape[0] :].masked_fill_(absent, 0.0)
                 torch.bmm(weights[chunk], values, out=output[chunk])
@@ -274,7 +287,7 @@ class TierAttention:
         return output
 
     def _metadata(self, offset: int, size: int, bits: int, groups: int, dtype: torch.dtype) -> Tensor | None:
-        """(scale, zero) as [2, tiles, groups, tokens], zero for absent tokens; None at 16 bits."""
+        """Returns (scale, zero) as [2, tiles, groups, tokens], zero for absent tokens; None at 16 bits."""
         if bits == 16:
             return None
         stored = torch.int16 if size == 2 else torch.float16
@@ -289,9 +302,10 @@ class TierAttention:
     def _numbers(
         self, offset: int, row_bytes: int, bits: int, dim: int, dtype: torch.dtype
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Some tiles at a time: which, and their keys or values as [tiles, tokens, dim], to be overwritten by the next.
+        """Yields a few tiles at a time: their slice, and their keys or values as [tiles, tokens, dim].
 
-        They are codes divided by `_factors`; at 16 bits they are the keys or values themselves.
+        The numbers are codes divided by `_factors`, or at 16 bits the keys or values themselves. Each iteration
+        overwrites them.
         """
         count, pages, tokens = self.tiles.row.numel(), self.tiles.pages, self.tiles.pages * self.layout.capacity
         stored = segment(self.pages, self.layout, offset, row_bytes, torch.uint8)
@@ -315,16 +329,16 @@ class TierAttention:
 
 
 def _bit_planes(rows: Tensor, codes: Tensor, bits: int) -> list[BitPlane]:
-    """The planes of packed rows [.., row bytes], in the order in which they are unpacked into `codes` [.., dim]."""
+    """Returns the planes of packed rows [.., row bytes], in the order of unpacking into `codes` [.., dim]."""
     planes, start, done = [], 0, 0
     for field in fields(bits):
         size = codes.shape[-1] * field // 8
         common = math.gcd(rows.shape[-1], start, size)
         word = next(word for word in WORD_DTYPES if common % word.itemsize == 0)
         words = rows[..., start : start + size].view(word)
-        # planes side by side are the elements in their order
+        # concatenated planes give the elements in order
         for plane, part in enumerate(codes.view(word).chunk(8 // field, -1)):
-            # codes of one field stay at their bits, see `_factors`
+            # codes of a single field are not shifted, see `_factors`
             shift = 0 if field == bits else done - field * plane
             mask = bytes([(2**field - 1) << (field * plane + shift)]) * word.itemsize
             planes.append(BitPlane(words, shift, int.from_bytes(mask, "little", signed=word.is_signed), part, done > 0))
@@ -333,12 +347,12 @@ def _bit_planes(rows: Tensor, codes: Tensor, bits: int) -> list[BitPlane]:
 
 
 def _factors(dim: int, bits: int, like: Tensor) -> Tensor:
-    """What turns the numbers of `_numbers` into codes, [dim]."""
+    """Returns the factors that turn the numbers of `_numbers` into codes, [dim]."""
     planes = max(1, 8 // bits) if len(fields(bits)) == 1 else 1
     return like.new_tensor([2.0 ** (-bits * plane) for plane in range(planes)]).repeat_interleave(dim // planes)
 
 
 def _groups(dim: int, groups: int) -> list[slice]:
-    """The elements of every quantisation group."""
+    """Returns the slice of elements of each quantisation group."""
     size = dim // groups
     return [slice(start, start + size) for start in range(0, dim, size)]

@@ -1,4 +1,4 @@
-"""What the kernels share about a row: its tokens, the online softmax, the format of its logits (Triton helpers)."""
+"""Triton helpers for a row: its tokens, the online softmax, and the format of its logits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ STEP = tl.constexpr(16)  # window tokens per step: a larger tile of uncompressed
 
 @triton.constexpr_function
 def columns(group):
-    """Heads per token in the logits: padded where that makes stores whole words."""
+    """Returns the heads per token in the logits, padded so that stores are whole words."""
     return triton.next_power_of_2(group)
 
 
 @triton.jit
 def softmax_step(peak, sums, products, present, logit_scale, cap):
-    """Takes in products [tokens, HEADS]: new peak [HEADS] and sums, decay of the old ones, weights, shifted logits.
+    """Updates the online softmax by products [tokens, HEADS].
 
-    Logits are logit_scale * products, in units of log2 and with a positive scale; capped, logit_scale is
-    2 * scaling * log2(e) / softcap and cap is softcap * log2(e). `sums` [tokens, HEADS] is added up over tokens only
+    Returns the new peak [HEADS], the new sums, the decay of the old ones, the weights and the shifted logits.
+
+    Logits are logit_scale * products in units of log2, with a positive scale. With a softcap, logit_scale is
+    2 * scaling * log2(e) / softcap and cap is softcap * log2(e). `sums` [tokens, HEADS] is reduced over tokens only
     after the loop, which saves shuffles.
     """
     if cap is not None:
@@ -37,15 +39,17 @@ def softmax_step(peak, sums, products, present, logit_scale, cap):
 
 @triton.jit
 def join_totals(peak, total, new_peak, sums):
-    """The total after a loop that raised the peak and left `sums`; the peak may still be -inf."""
+    """Returns the total after a loop that raised the peak and accumulated `sums`; the peak may still be -inf."""
     finite_peak = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     return total * tl.math.exp2(peak - finite_peak) + tl.sum(sums, 0)
 
 
 @triton.jit
 def row_counts(high_count, low_count, window_start, length, valid, sink_end, row, batch, slots, sink_slots):
-    """Tokens of a row at high, at low and in the window (0 where nothing is attended), and where the window's stand:
-    how many of them are sinks, and the slot of the first that is none."""
+    """Returns the high, low and window tokens of a row, and the place of the window's tokens.
+
+    The counts are 0 if the row is not attended. The place is the number of sinks and the slot of the first other token.
+    """
     end = tl.load(length + batch)
     start = tl.load(window_start + batch)
     active = end > 0
@@ -65,7 +69,7 @@ def row_counts(high_count, low_count, window_start, length, valid, sink_end, row
 
 @triton.jit
 def window_slots(token, place, slots, sink_slots):
-    """Slots of a window's tokens, sinks first; `place` from `row_counts`."""
+    """Returns the slots of a window's tokens, sinks first; `place` comes from `row_counts`."""
     sinks, first_slot = place
     slot = first_slot + token - sinks
     slot = tl.where(slot >= slots, slot - (slots - sink_slots), slot)
@@ -74,7 +78,7 @@ def window_slots(token, place, slots, sink_slots):
 
 @triton.jit
 def store_peak(peaks, block, heads, peak, GROUP: tl.constexpr):
-    """Stores the running peak [HEADS] after a block; nothing where `peaks` is None."""
+    """Stores the running peak [HEADS] after a block, unless `peaks` is None."""
     if peaks is not None:
         COLUMNS: tl.constexpr = columns(GROUP)
         tl.store(peaks + block * COLUMNS + heads, peak, mask=heads < COLUMNS)
@@ -82,12 +86,12 @@ def store_peak(peaks, block, heads, peak, GROUP: tl.constexpr):
 
 @triton.jit
 def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
-    """Stores logits [tokens, HEADS] of the tokens [tokens] that are present; nothing where `logits` is None."""
+    """Stores the logits [tokens, HEADS] of present tokens, unless `logits` is None."""
     if logits is not None:
         COLUMNS: tl.constexpr = columns(GROUP)
         pointer = logits + token[:, None] * COLUMNS + heads[None, :]
         if COLUMNS > 2 and shifted.shape[0] == 32:
-            # a thread holds pairs of heads after a matrix product; wider stores cost a change of layout, see
+            # after a matrix product a thread holds pairs of heads; wider stores would need a change of layout, see
             # docs/notes/kernels.md
             pointer = tl.max_contiguous(pointer, (1, 2))
         tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])

@@ -1,4 +1,4 @@
-"""How decode attention is compiled and split, and the buffers between its kernels."""
+"""Compilation options of decode attention, its splits, and the buffers between its kernels."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from .rows import STEP, columns
 from .splits import backend_of, choose_splits, programs_per_processor
 
 MOST_REGISTERS = 255
-# per thread of a program of one warp; of 169 to 255 eight run on a multiprocessor, but loops are ordered differently
+# registers per thread of a one-warp program; from 169 to 255 eight run on a multiprocessor, but loops are scheduled
+# differently
 ONE_WARP_REGISTERS = 200
-# the same where rows are padded and there are two tiers, which would spill
+# registers for padded rows and two tiers, which would spill otherwise
 PADDED_REGISTERS = 224
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How `attend_kernel` is compiled.
+    """Compilation options of `attend_kernel`.
 
     Attributes:
-        heads: the query heads of a group, padded.
-        block: tokens per step of the paged tiers, a multiple of the window's step.
-        mode: how codes are unpacked (`ops/dequant.py`).
-        operand: Triton dtype in which codes are multiplied; `raw` the one of rows in the model's dtype.
-        options: further options of the compiler.
+        heads: query heads of a group, padded.
+        block: tokens per step in the paged tiers, a multiple of the window's step.
+        num_warps: warps per program.
+        num_stages: stages of software pipelining.
+        mode: method of unpacking codes (`ops/dequant.py`).
+        operand: Triton dtype in which codes are multiplied.
+        raw: Triton dtype in which rows in the model's dtype are multiplied.
+        options: further compiler options.
     """
 
     heads: int
@@ -46,11 +50,12 @@ class KernelConfig:
 
     @classmethod
     def choose(cls, layout: PageLayout, group: int, dtype: torch.dtype, backend: str) -> KernelConfig:
-        """The shipped choice.
+        """Chooses the default options.
 
         Args:
-            group: query heads per KV head.
-            dtype: of the model.
+            layout: layout of the pages.
+            group: number of query heads per KV head.
+            dtype: dtype of the model.
             backend: "cuda", "hip", or "cpu" for Triton's interpreter.
         """
         heads = max(8, triton.next_power_of_2(group))
@@ -65,9 +70,9 @@ class KernelConfig:
             return cls(max(16, heads), 16, 4, 1, PORTABLE, tl.float32, tl.float32)
         raw = TRITON_DTYPES[dtype]
         if backend == "hip":
-            # 16 columns: with 8 and one wave no matrix instruction is used
+            # 16 columns, because 8 columns and one wave use no matrix instructions
             block = 64
-            # tiles of keys and values that are loaded ahead wait in the 64 KiB that a program has there
+            # prefetched tiles of keys and values must fit into a program's 64 KiB of shared memory
             while block * max(tier.key_row + tier.value_row for tier in tiers) >= 1 << 16:
                 block //= 2
             return cls(max(16, heads), block, wide, 2, PORTABLE, tl.float16, raw)
@@ -78,17 +83,17 @@ class KernelConfig:
             block, warps = 64, 2
         else:
             block = 64 if widest <= 64 else 32
-        # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
+        # padding 8-bit values of 80 or 96 elements leaves no registers for prefetching
         padded = widest & (widest - 1) > 0
         crowded = padded and any(tier.v_bits == 8 for tier in tiers)
         in_fields = any(len(fields(bits)) > 1 for tier in tiers for bits in (tier.k_bits, tier.v_bits))
-        # two loops unpack fields: for some precisions what they share in registers is too much
+        # two loops unpack fields, and for some precisions they need too many registers together
         pair = warps == 1 and in_fields and not (uncompressed or padded or layout.one_tier or layout.selects)
-        # a block ahead instead of two; rows with values of 2 bits are read so fast that it would be too late
+        # prefetch one block instead of two; rows with 2-bit values are read too fast for that
         stages = 1 if crowded else 2 if pair and widest <= 64 and layout.low.v_bits > 2 else 3
         apart = layout.high.k_bits >= 2 * layout.low.k_bits and len(fields(layout.high.v_bits)) > 1
         bounded = warps == 1 and (widest > 64 or layout.one_tier or not in_fields) and not (pair and apart)
-        # left alone, the assembler spills some kernels to reach a round number of registers; bounded, others
+        # without a bound the assembler spills in some kernels to reach a round number of registers, with one in others
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
@@ -97,7 +102,7 @@ class KernelConfig:
         return cls(heads, block, warps, stages, PTX, tl.float16, raw, options)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
-        """Programs that a multiprocessor of `device` runs at once."""
+        """Returns the number of programs that a multiprocessor of `device` runs at once."""
         registers = dict(self.options).get("maxnreg", MOST_REGISTERS)
         return programs_per_processor(layout, self.block, self.num_warps, self.num_stages, registers, device)
 
@@ -107,12 +112,13 @@ class Scratch:
     """Buffers between the two kernels, reusable by any launch of the same shape (every layer, every graph replay).
 
     Attributes:
-        output: float32 [rows, splits, group, value_dim] partial outputs.
-        peak, total: float32 [rows, splits, group] softmax state of the splits.
-        logits: fp16 [rows, positions, heads of a token] relative to `block_peak`, float32 [rows, blocks, the same].
-            Both are for scores, and None where pages have none.
-        max_tokens: tokens of any row, window included, that fit.
-        slots: window slots that fit.
+        config: compilation options that the buffers are made for.
+        output: partial outputs, float32 [rows, splits, group, value_dim].
+        peak, total: softmax state of the splits, float32 [rows, splits, group].
+        logits: logits relative to `block_peak`, fp16 [rows, positions, heads of a token]; None if pages have no scores.
+        block_peak: running peaks, float32 [rows, blocks, heads of a token]; None if pages have no scores.
+        max_tokens: largest number of tokens of a row, window included.
+        slots: largest number of window slots.
     """
 
     config: KernelConfig
@@ -139,11 +145,15 @@ class Scratch:
         config: KernelConfig | None = None,
         planned: int | None = None,
     ) -> Scratch:
-        """Buffers for rows of at most `max_tokens` tokens; `splits` and `config` replace the shipped choice.
+        """Allocates buffers for rows of at most `max_tokens` tokens.
 
         Args:
-            query: [batch, query_heads, key_dim], of which the shape and the dtype count.
-            planned: of so many requests, in place of those of `rows`; the buffers then have shapes and no memory.
+            query: query states, [batch, query_heads, key_dim]; only the shape, dtype and device matter.
+            rows: rows to attend to.
+            max_tokens: upper bound on the tokens of any row, window included.
+            splits: number of splits per row; None takes the default.
+            config: compilation options; None takes the default.
+            planned: number of requests instead of those of `rows`; the buffers are then on the device `meta`.
         """
         layout, slots, device, group = rows.layout, rows.slots, query.device, query.shape[1] // rows.heads
         count, place = (rows.count, device) if planned is None else (planned * rows.heads, torch.device("meta"))
@@ -154,7 +164,7 @@ class Scratch:
             splits = choose_splits(count, max_tokens, config.block, programs)
         step = STEP.value
         steps = -(-min(slots, max_tokens) // step)
-        # either tier may end in a block that is not full
+        # each tier may end in a partial block
         positions = max_tokens + 2 * config.block
         blocks = max_tokens // config.block + 2 + steps
 
@@ -176,11 +186,11 @@ class Scratch:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All buffers that there are."""
+        """Returns all allocated buffers."""
         return [tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)]
 
     def check(self, rows: LayerRows, group: int, max_tokens: int) -> None:
-        """Raises `ValueError` unless a launch for these rows, of `group` query heads each, fits."""
+        """Raises `ValueError` unless the buffers fit these rows, with `group` query heads each."""
         made, needed = self.output.shape, (rows.count, group, rows.layout.high.value_dim)
         if (made[0], *made[2:]) != needed:
             raise ValueError(

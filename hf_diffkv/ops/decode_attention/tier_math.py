@@ -1,12 +1,12 @@
-"""Products of queries with stored keys and of weights with stored values, block by block (Triton helpers).
+"""Triton helpers for products of queries with stored keys and of weights with stored values, block by block.
 
-Tokens stand on the long side of every product and the query heads of a group, padded to HEADS, on the short one.
-Accumulators are a tuple of four quarters of the value row, [padded(QUARTER), HEADS] each: the planes of packed 2-bit
-codes are quarters, those of 4-bit codes pairs of them, and codes of several fields are unpacked by quarters, so no
-element ever changes lanes.
+Tokens are the long side of every product; the query heads of a group, padded to HEADS, are the short side.
+Accumulators are a tuple of four quarters of the value row, [padded(QUARTER), HEADS] each. The planes of packed 2-bit
+codes are quarters, those of 4-bit codes are pairs of quarters, and codes of several fields are unpacked by quarters, so
+no element ever changes lanes.
 
-A `TIER` is a `TierLayout` as a compile-time constant. ELEMENT is the model's dtype, RAW the one its rows are multiplied
-in, OPERAND the one of codes.
+A `TIER` is a `TierLayout` as a compile-time constant. ELEMENT is the model's dtype, RAW the dtype in which its rows are
+multiplied, and OPERAND the dtype in which codes are multiplied.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..dequant import (
 )
 from ..narrow_kernel import load_metadata, load_words, metadata_of
 
-# rows make way in the cache for logits and partial outputs, which the next kernel reads
+# rows are evicted first, to keep logits and partial outputs, which the next kernel reads, in the cache
 READ_ONCE = tl.constexpr("evict_first")
 
 
 @triton.constexpr_function
 def padded(dim):
-    """Lanes for one dimension of a matrix product."""
+    """Returns the padded size of one dimension of a matrix product."""
     return max(16, triton.next_power_of_2(dim))
 
 
@@ -46,27 +46,28 @@ def quarter(dim):
 
 @triton.constexpr_function
 def quarter_count(dim, part):
-    """Elements in a quarter; fewer in the last ones where `dim` is not a multiple of 4."""
+    """Returns the number of elements in a quarter; the last ones have fewer if `dim` is not a multiple of 4."""
     return min(quarter(dim), max(dim - part * quarter(dim), 0))
 
 
 @triton.constexpr_function
 def planar_keys(tier):
-    """Whether each piece of unpacked keys lies within one quantisation group."""
+    """Returns whether each piece of unpacked keys lies within one quantisation group."""
     return tier.k_bits < 16 and pieces(tier.k_bits) % tier.k_groups == 0
 
 
 @triton.constexpr_function
 def planar_values(tier):
-    """Whether each quarter of a value row is a piece (or half, or quarter of one) and lies within one group."""
+    """Returns whether each quarter of a value row is a piece (or half or a quarter of one) within one group."""
     return 1 < tier.v_bits < 16 and tier.value_dim % 4 == 0 and 4 % tier.v_groups == 0
 
 
 @triton.constexpr_function
 def tile_pieces(tier, mode):
-    """Pieces of unpacked keys that are multiplied at once, side by side and each padded.
+    """Returns the number of key pieces that are multiplied at once, side by side and each padded.
 
-    All of a group's in PTX mode, where no element changes threads for that: four threads share 32 elements of a row.
+    In PTX mode these are all pieces of a group: since four threads share 32 elements of a row, no element changes
+    threads.
     """
     joined = planar_keys(tier) and mode == 1 and padded(tier.key_dim // pieces(tier.k_bits)) >= 32
     return pieces(tier.k_bits) // tier.k_groups if joined else 1
@@ -74,7 +75,7 @@ def tile_pieces(tier, mode):
 
 @triton.constexpr_function
 def key_tiles(tier, mode):
-    """Tiles that a key, and the query, are multiplied in: so many pieces each, or a quantisation group."""
+    """Returns the number of tiles of a key and of the query, each of `tile_pieces` pieces or of one group."""
     if tier.k_bits == 16:
         return 1
     return pieces(tier.k_bits) // tile_pieces(tier, mode) if planar_keys(tier) else tier.k_groups
@@ -82,16 +83,16 @@ def key_tiles(tier, mode):
 
 @triton.constexpr_function
 def power_of_two_in(number):
-    """The largest power of two that divides a number."""
+    """Returns the largest power of two that divides a number."""
     return number & -number
 
 
 @triton.jit
 def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
-    """Where pages of BYTES bytes begin, int64.
+    """Returns the byte offset of pages of BYTES bytes, int64.
 
-    In PTX mode the product is opaque to Triton: 3.6 would otherwise compute the addresses of a tile once more in the
-    layout of every tile that is loaded from them, which costs a seventh more instructions.
+    In PTX mode the product is opaque to Triton. Otherwise Triton 3.6 would recompute the addresses in the layout of
+    every tile that is loaded from them, which costs a seventh more instructions.
     """
     if MODE == 0:
         return page.to(tl.int64) * BYTES
@@ -104,7 +105,7 @@ def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
-    """Rows [tokens, LANES] of COUNT elements from pointers [tokens]; full rows without a mask, for wide loads."""
+    """Loads rows [tokens, LANES] of COUNT elements from pointers [tokens]; full rows without a mask, for wide loads."""
     lane = tl.arange(0, LANES)
     return load_lanes(pointer, lane, lane < COUNT, COUNT == LANES, READ_ONCE)
 
@@ -112,7 +113,7 @@ def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def load_pieces(rows, COUNT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
                 HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Codes of packed rows (pointers [tokens]) of DIM elements, pieces [tokens, padded(COUNT)] of COUNT elements."""
+    """Loads codes of packed rows (pointers [tokens]) of DIM elements as pieces [tokens, padded(COUNT)]."""
     LANES: tl.constexpr = padded(COUNT)
     lane = tl.arange(0, LANES)
     return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, FORM, HERE, MODE, DTYPE, READ_ONCE)
@@ -120,7 +121,7 @@ def load_pieces(rows, COUNT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr
 
 @triton.jit
 def convert(x, DTYPE: tl.constexpr):
-    """To DTYPE; by way of float32, since the interpreter holds bf16 as integers."""
+    """Converts `x` to DTYPE through float32, because the interpreter holds bf16 as integers."""
     if x.dtype == DTYPE:
         return x
     else:
@@ -130,10 +131,10 @@ def convert(x, DTYPE: tl.constexpr):
 @triton.jit
 def load_query(row, heads, DIM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
                DTYPE: tl.constexpr):  # fmt: skip
-    """The group's query heads in TILES tiles of PIECES pieces along the dimension.
+    """Loads the group's query heads in TILES tiles of PIECES pieces along the dimension.
 
-    A tuple of [PIECES * padded(PIECE), HEADS], where pieces have PIECE elements. Tiles of several pieces are loaded 32
-    elements at a time, as four threads of a matrix product hold them: then they stay in registers.
+    Returns a tuple of [PIECES * padded(PIECE), HEADS], where pieces have PIECE elements. Tiles of several pieces are
+    loaded 32 elements at a time, as four threads of a matrix product hold them, so that they stay in registers.
     """
     PIECE: tl.constexpr = DIM // (TILES * PIECES)
     LANES: tl.constexpr = padded(PIECE)
@@ -154,7 +155,7 @@ def load_query(row, heads, DIM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.co
 
 @triton.jit
 def query_sums(query, TIER: tl.constexpr, MODE: tl.constexpr):
-    """Per key group, [HEADS]: the query's sum, and what the bias of the unpacked codes adds to the product."""
+    """Returns, for each key group, the query's sum and the contribution of the codes' bias, [HEADS] each."""
     sums = ()
     biases = ()
     if TIER.k_bits < 16:
@@ -182,14 +183,16 @@ def query_sums(query, TIER: tl.constexpr, MODE: tl.constexpr):
 
 @triton.constexpr_function
 def narrow_words(tier):
-    """Whether `tier_words` are of two bytes, which are not copied asynchronously: at least four are."""
+    """Returns whether `tier_words` have two bytes; asynchronous copies need at least four."""
     return 2 in (tier.key_metadata, tier.value_metadata)
 
 
 @triton.jit
 def tier_words(base, slot, mask, TIER: tl.constexpr):
-    """Metadata of the tokens in `slot` of the pages at `base` as it is stored: of keys and of values, a tuple of
-    [tokens] for the groups; empty at 16 bits, and for values whose metadata `add_tier_values` reads for each element.
+    """Loads the stored metadata of the tokens in `slot` of the pages at `base`, for keys and for values.
+
+    Each is a tuple of [tokens], one for each group. It is empty at 16 bits, and for values whose metadata
+    `add_tier_values` reads for each element.
     """
     key_words = ()
     value_words = ()
@@ -211,7 +214,10 @@ def tier_words(base, slot, mask, TIER: tl.constexpr):
 @triton.jit
 def tier_products(base, slot, words, query, sums, biases, TIER: tl.constexpr, ELEMENT: tl.constexpr,
                   OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    """query . key of the tokens in `slot` of the pages at `base`: float32 [tokens, HEADS]; `words` of the keys."""
+    """Returns query . key of the tokens in `slot` of the pages at `base`, float32 [tokens, HEADS].
+
+    `words` is the keys' metadata.
+    """
     keys = base + TIER.key_offset + slot * TIER.key_row
     if TIER.k_bits == 16:
         rows = load_rows(keys.to(tl.pointer_type(ELEMENT)), TIER.key_dim, padded(TIER.key_dim))
@@ -227,7 +233,7 @@ def tier_products(base, slot, words, query, sums, biases, TIER: tl.constexpr, EL
             codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, BIASED, False, MODE, OPERAND)
         for group in tl.static_range(GROUPS):
             if PLANAR:
-                # taking the bias off first costs nothing: a matrix product adds to something anyway
+                # subtracting the bias first is free, because a matrix product has an accumulator anyway
                 raw = tl.zeros((slot.shape[0], sums[group].shape[0]), tl.float32) - biases[group][None, :]
                 for tile in tl.static_range(group * TILES, group * TILES + TILES):
                     code = stack_pieces(codes, tile * PIECES, PIECES)
@@ -248,7 +254,7 @@ def tier_products(base, slot, words, query, sums, biases, TIER: tl.constexpr, EL
 
 @triton.jit
 def add_raw_values(acc, rows, weights, decay, DIM: tl.constexpr, RAW: tl.constexpr):
-    """acc * decay + values^T weights for rows (pointers [tokens]) in the model's dtype."""
+    """Returns acc * decay + values^T weights for rows (pointers [tokens]) in the model's dtype."""
     weights = weights.to(RAW)
     QUARTER: tl.constexpr = quarter(DIM)
     out = ()
@@ -260,13 +266,13 @@ def add_raw_values(acc, rows, weights, decay, DIM: tl.constexpr, RAW: tl.constex
 
 @triton.jit
 def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.constexpr):
-    """Codes of the rows (pointers [tokens]) as four quarters [tokens, padded(QUARTER)]."""
+    """Loads codes of the rows (pointers [tokens]) as four quarters [tokens, padded(QUARTER)]."""
     DIM: tl.constexpr = TIER.value_dim
     QUARTER: tl.constexpr = DIM // 4
     BITS: tl.constexpr = TIER.v_bits
     COUNT: tl.constexpr = pieces(BITS)
     HERE: tl.constexpr = run_length(TIER, MODE) == 1
-    # unpacked here, subnormal codes of several fields would spill
+    # subnormal codes of several fields would spill if unpacked here
     FORM: tl.constexpr = EXACT if HERE else SUBNORMAL
     first = load_pieces(rows, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
     if COUNT == 4:
@@ -282,11 +288,11 @@ def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.con
 
 @triton.constexpr_function
 def run_length(tier, mode):
-    """Consecutive elements of a quarter that one thread takes of a token, where it unpacks them for itself.
+    """Returns the number of consecutive elements of a quarter that one thread takes of a token; 1 keeps their order.
 
-    In a product of matrices a thread has every eighth row of values^T. Where these rows are taken from a quarter in
-    runs, it unpacks what it reads itself, four bytes and more at once; in their order, values would be unpacked by
-    other threads than those that multiply them, and go through shared memory as fp16. 1: in their order.
+    In a matrix product a thread has every eighth row of values^T. If these rows are taken from a quarter in runs, each
+    thread unpacks the values that it multiplies, four bytes or more at once. In the original order, other threads would
+    unpack them and pass them through shared memory as fp16.
     """
     run = padded(quarter(tier.value_dim)) // 8
     worth = run >= 4 or len(fields(tier.v_bits)) == 1
@@ -295,19 +301,19 @@ def run_length(tier, mode):
 
 @triton.jit
 def swap_rows(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Rows of [FIRST * SECOND, columns] by (second, first) instead of by (first, second)."""
+    """Reorders rows of [FIRST * SECOND, columns] from (first, second) to (second, first) order."""
     return x.reshape(FIRST, SECOND, x.shape[1]).permute(1, 0, 2).reshape(FIRST * SECOND, x.shape[1])
 
 
 @triton.constexpr_function
 def value_unit(tier, part, mode):
-    """What a value code of 1 in a quarter is multiplied as."""
+    """Returns the number by which a value code of 1 in a quarter is represented in products."""
     return code_unit(tier.v_bits, part * pieces(tier.v_bits) // 4, mode) if run_length(tier, mode) > 1 else 1.0
 
 
 @triton.jit
 def as_multiplied(acc, TIER: tl.constexpr, MODE: tl.constexpr):
-    """The output's quarters in the units, and in the order of rows, in which values are multiplied."""
+    """Converts the output's quarters to the units and the row order in which values are multiplied."""
     RUN: tl.constexpr = run_length(TIER, MODE)
     out = ()
     for part in tl.static_range(4):
@@ -318,7 +324,7 @@ def as_multiplied(acc, TIER: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def in_order(acc, TIER: tl.constexpr, MODE: tl.constexpr):
-    """The inverse of `as_multiplied`."""
+    """Inverts `as_multiplied`."""
     RUN: tl.constexpr = run_length(TIER, MODE)
     out = ()
     for part in tl.static_range(4):
@@ -329,13 +335,13 @@ def in_order(acc, TIER: tl.constexpr, MODE: tl.constexpr):
 
 @triton.constexpr_function
 def zero_groups(tier):
-    """Value groups whose zero points are summed apart from the codes."""
+    """Returns the number of value groups whose zero points are summed separately from the codes."""
     return tier.v_groups if planar_values(tier) else 0
 
 
 @triton.jit
 def no_zeros(TIER: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr):
-    """Per such group, sum of weight * zero point, not yet added up over tokens: a tuple of [BLOCK, HEADS]."""
+    """Returns empty sums of weight * zero point, not yet reduced over tokens: [BLOCK, HEADS] for each zero group."""
     zeros = ()
     for _ in tl.static_range(zero_groups(TIER)):
         zeros = zeros + (tl.zeros((BLOCK, HEADS), tl.float32),)
@@ -344,7 +350,7 @@ def no_zeros(TIER: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def add_zeros(acc, zeros, TIER: tl.constexpr):
-    """Adds the zero points' share to the output's quarters."""
+    """Adds the zero points' contribution to the output's quarters."""
     GROUPS: tl.constexpr = zero_groups(TIER)
     if GROUPS > 0:
         out = ()
@@ -357,10 +363,13 @@ def add_zeros(acc, zeros, TIER: tl.constexpr):
 @triton.jit
 def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.constexpr, ELEMENT: tl.constexpr,
                     OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    """acc * decay + values^T weights over the tokens in `slot` of the pages at `base`; weights [tokens, HEADS].
+    """Returns acc * decay + values^T weights over the tokens in `slot` of the pages at `base`, and the new `zeros`.
 
-    acc: `as_multiplied`. words: of the values, see `tier_words`. Values of tiers with `zero_groups` are taken without
-    their zero point, which goes to `zeros`.
+    Args:
+        acc: output's quarters, `as_multiplied`.
+        zeros: accumulators of `no_zeros`; the zero points of tiers with `zero_groups` are added there.
+        words: metadata of the values, see `tier_words`.
+        weights: [tokens, HEADS].
     """
     DIM: tl.constexpr = TIER.value_dim
     GROUPS: tl.constexpr = TIER.v_groups

@@ -1,4 +1,4 @@
-"""Attention of a prompt, or of several new tokens over a past, with the attention each key receives."""
+"""Attention of a prompt, or of several new tokens over a past, and the attention that each key receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import flash, native, reference
 
 __all__ = ["prefill_attention"]
 
-# the kernels' tiles of wider heads would not fit a GPU's registers
+# tiles of wider heads would not fit a GPU's registers
 KERNEL_HEAD_DIM = 512
 
 
@@ -24,7 +24,7 @@ KERNEL_HEAD_DIM = 512
 def prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NO_PAST, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Arguments and results as in `reference.prefill_attention`."""
+    """Attends from new tokens over a past and themselves; arguments and results as in the reference."""
     widest = max(key.shape[-1], value.shape[-1])
     if use_kernels(query.device, query.dtype) and (widest <= KERNEL_HEAD_DIM or is_forced("kernels")):
         if widest > KERNEL_HEAD_DIM:
@@ -49,6 +49,6 @@ def _on_cpu(
 
 
 def _multiplies_in_tiles(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has AMX tiles for `dtype` here: two passes of its attention take less than one in native code."""
+    """Returns whether PyTorch uses AMX for `dtype`; two passes of its attention are then faster than native code."""
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return dtype == torch.bfloat16 and has_amx is not None and has_amx()

@@ -1,8 +1,8 @@
 """Triton kernels of the attention that each key receives from a prompt's queries (DiffKV, section 3).
 
-The probabilities are recomputed key block by key block from the log-sum-exp that `flash_forward` kept and summed over
-later queries; nothing of size N x N exists. `column_scores` does so for dense keys, `past_scores` for stored ones,
-whose blocks it dequantises once each. Conventions are those of kernels.py.
+The probabilities are recomputed from the log-sum-exp that `flash_forward` kept, one key block at a time, and summed
+over later queries, so no N x N matrix exists. `column_scores` handles dense keys. `past_scores` handles stored keys,
+and dequantises each block once. Conventions as in kernels.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ def receive(
     KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, DOT: tl.constexpr, CHECK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Sum [N] over queries [start, stop) of one head of the probabilities they give keys `k` [N, KEY_WIDTH].
+    """Returns the sum [N] of the probabilities that queries [start, stop) of one head give keys `k` [N, KEY_WIDTH].
 
     Args:
-        j: positions of the keys. query, lse: first element of the head's rows. allowed: as in `attend`.
-        PARTS: how the columns of the keys are ordered, see past_kernel.py.
-        CHECK: False: every query is real and, with CAUSAL, later than every key.
+        j: positions of the keys.
+        query, lse: pointers to the first element of the head's rows.
+        allowed: mask, as in `attend`.
+        PARTS: order of the keys' columns, see past_kernel.py.
+        CHECK: False if every query is real and, with CAUSAL, later than every key.
     """
     sums = tl.zeros_like(j).to(tl.float32)
     dim, real_dim = row_columns(KEY_DIM, KEY_WIDTH, PARTS)
@@ -37,13 +39,13 @@ def receive(
         spot = query + at.to(tl.int64) * query_stride + (tl.arange(0, BLOCK_M)[:, None] * query_stride + dim[None, :])
         q = as_operand(tl.load(spot, mask=there[:, None] & real_dim[None, :], other=0.0), DOT)
         denominator = tl.load(lse + i, mask=there, other=float("inf"))
-        # keys on the rows: their sums stay within a thread
+        # keys are the rows, so that their sums stay within a thread
         s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
         if cap is not None:
             s = soft_cap(s, cap)
         p = tl.math.exp2(s - denominator[None, :])
         if CHECK:
-            # padding may hold NaN, which an infinite denominator does not silence
+            # padding may hold NaN, which an infinite denominator does not mask
             keep = (denominator < float("inf"))[None, :]
             if CAUSAL:
                 keep = keep & (i[None, :] > j[:, None])
@@ -62,9 +64,10 @@ def group_scores(
     KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, DOT: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Maximum [N] over `heads` heads, the `part`-th of the group, of what each key receives from [start, end).
+    """Returns the attention [N] that keys receive from queries [start, end), the maximum over `heads` heads.
 
-    Queries [start, checked) may be padding or not later than a key; `allowed` is that of the request.
+    The heads are the `part`-th ones of the group. Queries [start, checked) may be padding or not later than a key.
+    `allowed` is the mask of the request.
     """
     batch = tl.program_id(2).to(tl.int64)
     best = tl.zeros_like(j).to(tl.float32)
@@ -87,7 +90,7 @@ def group_scores(
 
 @triton.jit
 def scaled_up(best, later, window):
-    """Sums over the scoring queries as of all `later` ones."""
+    """Scales sums over the scoring queries up to all `later` queries."""
     counted = tl.maximum(tl.minimum(later, window), 1)
     return best * (later.to(tl.float32) / counted.to(tl.float32))
 
@@ -105,19 +108,22 @@ def column_scores(
     KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT: tl.constexpr, PAST: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What a block of keys receives from the later queries of `heads` heads of its group.
+    """Computes the attention that a block of keys receives from the later queries of `heads` heads of its group.
 
-    Grid (key blocks, kv_heads * group / heads, batch): the maximum over a group that several programs share is taken
-    atomically, which is exact in any order.
+    Grid: (key blocks, kv_heads * group / heads, batch). Programs that share a group take the maximum atomically, which
+    is exact in any order.
 
     Args:
-        key: [batch, kv_heads, key_length, KEY_DIM], a dense past if PAST (every query is later), else the new.
-        lse: from `flash_forward`.
-        received: float32 [batch, kv_heads, received_length], zeros; keys are at received_offset onwards.
-        key_valid, key_extents: uint8 [rows, key_length] and its `row_extents`, or None; the rows are batch * kv_heads
-            if PAST, else batch. extents: of the queries.
-        behind: int32 [batch, length] from `row_extents`; None without padding or window. allowed: None if PAST.
-        window: queries that score, if WINDOW; sums are scaled up to all later queries.
+        key: keys of a dense past if PAST (every query is later), otherwise new keys,
+            [batch, kv_heads, key_length, KEY_DIM].
+        lse: result of `flash_forward`.
+        received: float32 [batch, kv_heads, received_length], zeroed; the keys start at received_offset.
+        key_valid, key_extents: uint8 [rows, key_length] and its `row_extents`, or None; there are batch * kv_heads rows
+            if PAST, otherwise batch.
+        extents: `row_extents` of the queries.
+        behind: int32 [batch, length] from `row_extents`; None without padding or window.
+        allowed: mask, as in `flash_forward`; None if PAST.
+        window: number of scoring queries, if WINDOW; sums are scaled up to all later queries.
     """
     batch = tl.program_id(2)
     parts = group // heads
@@ -186,13 +192,13 @@ def past_scores(
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What a block of stored keys receives, as `column_scores`; every query is later than all of them.
+    """Computes the attention that a block of stored keys receives, as `column_scores`; every query is later.
 
-    Blocks count high, low and window tokens of a row, each from a block of its own on, and may be more than there are.
+    The high, low and window tokens of a row each start in a new block. The grid may have more blocks than the row.
+    `pages` to `sink_end` as in `past_forward`.
 
     Args:
-        received: the stored tokens of a row stand at its front: high, low, window.
-        pages to sink_end: as in `past_forward`.
+        received: output, as in `column_scores`; the stored tokens come first: high, low, window.
     """
     batch = tl.program_id(2)
     parts = group // heads

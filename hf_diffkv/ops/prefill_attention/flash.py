@@ -1,8 +1,8 @@
-"""The same on CPUs in half precision, by PyTorch's flash attention, for prompts without a mask or softcap of their own.
+"""Prompt attention on CPUs in half precision through PyTorch's flash attention, for prompts without mask or softcap.
 
-What a key receives is the sum over queries of exp(logit - logsumexp of the query). That is the exponential of the
-logsumexp of another attention, in which keys ask, queries answer, and each query's own logsumexp is subtracted as a
-mask: one more pass of the same kernel gives the significance, without any logits in memory.
+A key receives the sum over queries of exp(logit - logsumexp of the query). This is the exponential of the logsumexp of
+another attention, in which the keys are the queries, the queries are the keys, and each query's logsumexp is subtracted
+as a mask. So a second pass of the same kernel gives the significance, without any logits in memory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ...pages.rows import NO_PAST
 from ..softmax import Softmax
 from .reference import dense_tokens, scale_up
 
-# finite, so that a row with nothing to attend has a logsumexp: one that vanishes beside any other
+# finite, so that a row without visible keys has a logsumexp, which is negligible next to any other
 HIDDEN = -1e30
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
-    """Whether `prefill_attention` here serves these arguments, which are as in `reference.prefill_attention`."""
+    """Returns whether this module's `prefill_attention` supports these arguments."""
     plain = mask is None and softcap is None and key.shape[-1] == value.shape[-1]
     known = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     return plain and known and query.device.type == "cpu" and query.dtype in FLASH_DTYPES
@@ -38,7 +38,7 @@ def prefill_attention(
     mask: None = None,
     observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
+    """Attends from new tokens as `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
     stored, tokens = dense_tokens(past), past.tokens
@@ -51,7 +51,7 @@ def prefill_attention(
     output = query.new_zeros(batch, query_heads, length, value.shape[-1])
     received = torch.zeros(batch, kv_heads, tokens + length, device=query.device) if observed != 0 else None
     for row in range(batch):
-        # padding may hold anything, so it is left out rather than hidden
+        # padding may hold any value, so it is removed rather than masked
         real = valid[row].nonzero()[:, 0]
         if not len(real):
             continue
@@ -75,7 +75,7 @@ def _attend(
     softmax: Softmax,
     window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of tokens none of which is padding."""
+    """Attends from tokens without padding."""
     scaling, sinks = softmax.scaling, softmax.sinks
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
@@ -104,7 +104,7 @@ def _attend(
         if early:
             given[:, :, tokens : tokens + early] = _received(key[:, :, :early], asked, total, scaling)
         if observed > 1:
-            # later queries only: from behind, the second key is asked by the first query, and so on
+            # later queries only: in reverse order, the second key is attended by the first query, and so on
             backwards = (reversed_key[:, :, 1:], asked.flip(2)[:, :, :-1], total.flip(2)[:, :, :-1])
             given[:, :, tokens + early : -1] = _received(*backwards, scaling, causal=True).flip(2)
         received = torch.maximum(received, given)
@@ -118,9 +118,13 @@ def _attend(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, addend: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output, logsumexp, float32 [batch, heads, queries]; addend: float32 [batch, heads, keys], to the logits."""
+    """Returns the output and the logsumexp, float32 [batch, heads, queries].
+
+    Args:
+        addend: term added to the logits of each key, float32 [batch, heads, keys], or None.
+    """
     if addend is not None:
-        # contiguous: the kernel reads strided masks four times slower
+        # contiguous, because the kernel reads strided masks four times slower
         addend = addend.contiguous()[:, :, None]
         addend = addend.expand(-1, -1, query.shape[2], -1)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -129,12 +133,12 @@ def _flash(
 
 
 def _received(key: Tensor, query: Tensor, logsumexp: Tensor, scaling: float, causal: bool = False) -> Tensor:
-    """Probabilities that each key gets, summed over the queries, [batch, heads, keys]."""
+    """Returns the sum of the probabilities that each key receives, [batch, heads, keys]."""
     return _flash(key, query, query, scaling, -logsumexp, causal)[1].exp()
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One softmax over several parts of the keys and a sink per head, logits [heads], whose share is left out."""
+    """Merges softmaxes over parts of the keys and a sink per head (logits [heads]), whose share is dropped."""
     if len(parts) == 1 and sink is None:
         return parts[0]
     total = torch.stack([logsumexp for _, logsumexp in parts])

@@ -1,8 +1,8 @@
-"""Triton kernels of the prompt phase: where the real tokens are, and exact attention (DiffKV, sections 3 and 4).
+"""Triton kernels of the prompt phase: extents of the real tokens, and exact attention (DiffKV, sections 3 and 4).
 
-`flash_forward` keeps a log-sum-exp per query where `column_scores` (columns.py) is to recompute the probabilities.
+`flash_forward` keeps a log-sum-exp per query, from which `column_scores` (columns.py) recomputes the probabilities.
 Logits are in units of log2 throughout. Optional arguments may be None, which compiles their code away. Dots run in
-`DOT`; all else is float32.
+`DOT`; everything else is float32.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ LARGEST = tl.constexpr(2147483647)
 
 @triton.jit(do_not_specialize=["valid", "length", "window"])
 def row_extents(valid, extents, behind, length, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the real tokens of each row are, one program per row, from the back to the front.
+    """Finds the real tokens of each row, one program per row, from back to front.
 
     Args:
         valid: uint8 [rows, length].
-        extents: int32 [rows, 4] out: first real token, end of the last, first token that scores, number of real tokens;
-            a row without any has first = end = 0.
-        behind: int32 [rows, length] out, real tokens behind each token; None: not wanted.
-        window: only the last so many real tokens score, if WINDOW.
+        extents: output, int32 [rows, 4]: first real token, end of the last one, first token that scores, number of real
+            tokens. A row without real tokens has first = end = 0.
+        behind: output, number of real tokens after each token, int32 [rows, length]; None if not needed.
+        window: number of last real tokens that score, if WINDOW.
     """
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def row_extents(valid, extents, behind, length, window, WINDOW: tl.constexpr, BL
 
 @triton.jit
 def as_operand(x, DOT: tl.constexpr):
-    """`x` in the dtype of the dots; the way from bf16 is through float32, the only one the interpreter gets right."""
+    """Converts `x` to the dtype of the dots, through float32, the only way the interpreter converts bf16 correctly."""
     if x.dtype != DOT:
         x = x.to(tl.float32).to(DOT)
     return x
@@ -61,7 +61,7 @@ def as_operand(x, DOT: tl.constexpr):
 
 @triton.jit
 def load_extent(extents, row, length):
-    """first, end, first that scores, number of real tokens of a row, and whether there are no holes in between."""
+    """Returns first token, end, first scoring token, number of real tokens, and whether these are contiguous."""
     if extents is None:
         first = row * 0
         end = first + length
@@ -77,9 +77,9 @@ def load_extent(extents, row, length):
 
 @triton.jit
 def load_rows(rows, stride, start, there, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows from `start` on of a [tokens, DIM] matrix as a tile of WIDTH columns, zeros where not `there`.
+    """Loads ROWS rows of a [tokens, DIM] matrix from `start` on as a tile of WIDTH columns, zeros where not `there`.
 
-    None for `there`: all are there. Only the first row's address takes 64 bits.
+    `there` may be None if all rows exist. Only the first row's address needs 64 bits.
     """
     dim = tl.arange(0, WIDTH)
     spot = rows + start.to(tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + dim[None, :])
@@ -94,22 +94,22 @@ def load_rows(rows, stride, start, there, DIM: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def soft_cap(x, cap):
-    """cap * tanh of what `x` is twice log2(e) times; see the launcher's `logit_factors`."""
+    """Returns cap * tanh(y) for x = 2 * log2(e) * y; see the launcher's `logit_factors`."""
     return cap * (1.0 - 2.0 / (tl.math.exp2(x) + 1.0))
 
 
 @triton.jit
 def online_softmax(peak, total, s, keep, scale, cap):
-    """Takes in a block of products [M, N], hidden where not `keep`; None: none is.
+    """Updates the online softmax by a block of products [M, N], masked where not `keep`; None masks none.
 
     Returns:
-        New peak and total [M], the factor on what was added before, and the block's weights.
+        New peak and total [M], the factor for earlier sums, and the block's weights.
     """
     if cap is not None:
         s = soft_cap(s * scale, cap)
     if keep is not None:
         s = tl.where(keep, s, -float("inf"))
-    # the maximum of the raw products, so that scaling fuses with the subtraction
+    # the maximum is taken over raw products, so that scaling fuses with the subtraction
     best = tl.max(s, 1) if cap is not None else tl.max(s, 1) * scale
     top = tl.maximum(peak, best)
     shift = tl.where(top == -float("inf"), 0.0, top) if keep is not None else top
@@ -127,12 +127,13 @@ def attend(
     """Adds keys [start, stop) of one head to the online softmax of a block of queries.
 
     Args:
-        state: (weighted values [M, VALUE_WIDTH], running maximum [M], running total [M]).
+        state: weighted values [M, VALUE_WIDTH], running maximum [M] and running total [M].
         q, i: queries [M, KEY_WIDTH] and their positions [M].
-        key, value: first element of the head's rows.
-        real: uint8 per key, or None; allowed: uint8 [queries, keys] of the row, or None.
-        CHECK: False: [start, stop) is a multiple of BLOCK_N and every query attends all of it.
-        CAUSAL: with CHECK, a query attends no key behind it.
+        key, value: pointers to the first element of the head's rows.
+        real: nonzero for real keys, uint8 [keys], or None.
+        allowed: mask of the row, uint8 [queries, keys], or None.
+        CHECK: False if [start, stop) is a multiple of BLOCK_N and every query attends to all of it.
+        CAUSAL: whether, with CHECK, queries do not attend to later keys.
     """
     acc, peak, total = state
     for step in tl.range((stop - start + BLOCK_N - 1) // BLOCK_N, num_stages=1 if CHECK and allowed is None else None):
@@ -165,7 +166,7 @@ def merge_splits(
     state, partial_output, partial_peak, partial_total, splits, batch, head, start, length, group,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Adds what `past_forward` left for BLOCK_M queries of one head from `start` on to their softmax state."""
+    """Merges `past_forward`'s results for BLOCK_M queries of one head, from `start` on, into their softmax state."""
     acc, peak, total = state
     dim = tl.arange(0, VALUE_WIDTH)
     real_dim = (dim < VALUE_DIM)[None, :]
@@ -189,7 +190,7 @@ def merge_splits(
     return acc, peak, total
 
 
-# Triton would compile anew for lengths and addresses that happen to be multiples of 16
+# without this, Triton would recompile for lengths and addresses that are multiples of 16
 @triton.jit(
     do_not_specialize=[
         *("valid", "past_valid", "allowed", "sinks"),
@@ -204,21 +205,22 @@ def flash_forward(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries of one head; grid (query blocks, query heads, batch).
+    """Attends from a block of queries of one head. Grid: (query blocks, query heads, batch).
 
     Args:
-        query, key, value, output: [batch, heads, length, dim], strides as named, dim contiguous.
+        query, key, value, output: [batch, heads, length, dim], with the strides given and dim contiguous.
         past_key, past_value: contiguous [batch, kv_heads, past_length, dim], or None.
-        partial_output, partial_peak, partial_total: from `past_forward` in `splits` splits, or None.
-        lse: float32 [batch, query_heads, length] out: log2 of the softmax denominator; +inf where there is nothing to
-            attend or the query is padding, so that its probabilities come out as 0. None: not wanted.
+        partial_output, partial_peak, partial_total: results of `past_forward` in `splits` splits, or None.
+        lse: output, log2 of the softmax denominator, float32 [batch, query_heads, length]; +inf if there is nothing to
+            attend to or the query is padding, so that its probabilities become 0. None if not needed.
         valid, extents: uint8 [batch, length] and its `row_extents`, or None.
         past_valid, past_extents: uint8 [batch * kv_heads, past_length] and its `row_extents`.
-        allowed: uint8 [batch, length, length] that replaces the causal rule, or None.
-        sinks: [query_heads], or None. group: query heads per KV head.
-        scale, cap: see the launcher's `logit_factors`; cap is None without soft capping.
+        allowed: mask that replaces the causal rule, uint8 [batch, length, length], or None.
+        sinks: sink logits, [query_heads], or None.
+        group: number of query heads per KV head.
+        scale, cap: results of the launcher's `logit_factors`; cap is None without a softcap.
     """
-    # the longest blocks first, so that the short ones fill the gaps at the end
+    # longest blocks first, so that short ones fill the gaps at the end
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -228,7 +230,7 @@ def flash_forward(
     i = start + tl.arange(0, BLOCK_M)
     exists = i < length
     wide = batch.to(tl.int64)
-    # a block of nothing but padding has no keys to walk
+    # a block of padding alone has no keys to visit
     busy = (start < end) & (start + BLOCK_M > first)
 
     query_rows = query + wide * query_batch + head.to(tl.int64) * query_head
@@ -271,7 +273,7 @@ def flash_forward(
         real = valid + wide * length
     end = tl.where(busy, end, first)
     if allowed is None:
-        # keys that no query of the block precedes, as far as there are no holes; then the rest, checked
+        # first the keys that precede or equal all queries, if there are no holes; then the others, with checks
         sure = first + tl.where(whole & busy, tl.maximum(start + 1 - first, 0) // BLOCK_N * BLOCK_N, 0)
         state = attend(
             state, q, i, key_rows, value_rows, key_token, value_token, first, sure, None, None, 0, scale, cap,
@@ -293,7 +295,7 @@ def flash_forward(
     sees = exists & (total != 0)
     if real is not None:
         sees = sees & (tl.load(real + i, mask=exists, other=0) != 0)
-    # NaN totals are kept: they came in with the data
+    # NaN totals are kept, because they come from the data
     total = tl.where(total == 0, 1.0, total)
     result = tl.where(sees[:, None], acc / total[:, None], 0.0)
     dim = tl.arange(0, VALUE_WIDTH)

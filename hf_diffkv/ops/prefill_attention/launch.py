@@ -30,10 +30,10 @@ from .tiles import (
 
 # programs along the second and third axis of a launch
 LARGEST_GRID = 65535
-# programs that fill a large device a few times over
+# number of programs that fills a large device several times
 MANY_PROGRAMS = 1024
 PROGRAMS_PER_PROCESSOR = 4
-# a split is at least so long
+# minimum length of a split
 MIN_SPLIT_TOKENS = 512
 MAX_PAST_SPLITS = 64
 
@@ -49,11 +49,11 @@ def prefill_attention(
     mask: Tensor | None = None,
     observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Exact causal attention of Q new tokens over a past of P stored tokens and themselves; see the reference.
+    """Attends from Q new tokens over a past of P tokens and themselves; arguments and results as in the reference.
 
-    The output [batch, query_heads, Q, value_dim] lies in memory as [batch, Q, query_heads, value_dim]; received
-    [batch, kv_heads, P + Q] is float32. The last dimension of inputs should be contiguous, or it is copied. Nothing is
-    copied to the host.
+    The output [batch, query_heads, Q, value_dim] is laid out in memory as [batch, Q, query_heads, value_dim]. The
+    received attention [batch, kv_heads, P + Q] is float32. Inputs are copied if their last dimension is not contiguous.
+    Nothing is copied to the host.
     """
     stored, dense, sinks = past.stored, past.exact, softmax.sinks
     given = {"valid": valid, "mask": mask, "sinks": sinks}
@@ -139,7 +139,7 @@ def prefill_attention(
     )
     if observed == 0:
         return output, None
-    # its memory may serve what follows
+    # frees the memory for the next launches
     del partials
 
     tile = column_tile(target, query.dtype, key_dim)
@@ -170,13 +170,13 @@ def prefill_attention(
 
 
 def past_state(rows: LayerRows, longest: int, common: dict[str, object], target: str) -> dict[str, object]:
-    """Attends what is stored from all queries; their softmax states after each split of it, as `flash_forward` takes
-    them.
+    """Attends from all queries to the stored tokens; returns the splits' softmax states, as `flash_forward` takes them.
 
     Args:
-        longest: tokens of the longest row.
-        common: arguments shared with the other launches; query [batch, query_heads, Q, key_dim].
-        target: of the device, see `ops/backend.py`.
+        rows: stored tokens.
+        longest: number of tokens in the longest row.
+        common: arguments shared with the other launches; the query is [batch, query_heads, Q, key_dim].
+        target: target of the device, see `ops/backend.py`.
     """
     query, group, kv_heads = common["query"], common["group"], common["kv_heads"]
     batch, _, length, _ = query.shape
@@ -194,7 +194,7 @@ def past_state(rows: LayerRows, longest: int, common: dict[str, object], target:
         "splits": splits,
     }
     given = common | _stored(rows) | past_constants(rows.layout, query.dtype, target) | partials
-    # converted here, since the kernel would hold what it converts in registers
+    # converted here, because a conversion in the kernel would need more registers
     query = query.to(past_dot(rows.layout, query.dtype))
     given |= {"query": query} | strides("query", query)
     launch(past_forward, (blocks, splits, batch * kv_heads), query.device, given, **tile.options())
@@ -202,10 +202,13 @@ def past_state(rows: LayerRows, longest: int, common: dict[str, object], target:
 
 
 def score_past(rows: LayerRows, longest: int, common: dict[str, object], tile: Tile, target: str) -> None:
-    """Adds to `received` what the stored tokens get; `common` as above, `tile` that of `column_scores`."""
+    """Adds the attention that stored tokens receive to `received`.
+
+    Arguments as in `past_state`; `tile` is the tile of `column_scores`.
+    """
     query, group = common["query"], common["group"]
     batch, query_heads = query.shape[:2]
-    # each level ends in a block of its own
+    # each level may end in a partial block
     blocks = triton.cdiv(longest, tile.block_n) + 2
     heads = heads_per_program(blocks * batch * common["kv_heads"], group)
     given = common | _stored(rows) | past_constants(rows.layout, query.dtype, target)
@@ -214,18 +217,21 @@ def score_past(rows: LayerRows, longest: int, common: dict[str, object], tile: T
 
 
 def heads_per_program(programs: int, group: int) -> int:
-    """Query heads a scoring program walks: its whole group, loading keys once, where that leaves enough programs."""
+    """Returns the number of query heads per scoring program: the whole group if that leaves enough programs.
+
+    A program of the whole group loads keys only once.
+    """
     return group if programs >= MANY_PROGRAMS else 1
 
 
 def choose_splits(programs: int, tokens: int, processors: int) -> int:
-    """Splits of what is stored that fill a device of so many processors, none of them short."""
+    """Returns the number of splits of stored tokens that fills a device of `processors`, without short splits."""
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
     return max(1, min(wanted, tokens // MIN_SPLIT_TOKENS, MAX_PAST_SPLITS))
 
 
 def check_past(rows: LayerRows, query: Tensor, kv_heads: int, value_dim: int) -> None:
-    """Raises `ValueError` for stored tokens that these queries cannot attend to."""
+    """Raises `ValueError` if these queries cannot attend to the stored tokens."""
     if rows.dtype not in TRITON_DTYPES:
         raise ValueError(f"window_key must be one of {list(TRITON_DTYPES)}, not {rows.dtype}.")
     stored, needed = (rows.batch, rows.heads), (query.shape[0], kv_heads)
@@ -239,10 +245,10 @@ def check_past(rows: LayerRows, query: Tensor, kv_heads: int, value_dim: int) ->
 
 
 def logit_factors(scaling: float, softcap: float | None) -> tuple[float, float | None]:
-    """(scale, cap) with which the kernels turn q . k into a logit in units of log2.
+    """Returns (scale, cap), with which the kernels turn q . k into a logit in units of log2.
 
-    Without capping that is scale * (q . k). With it, softcap * tanh(scaling * (q . k) / softcap), where the kernels
-    take tanh(x / 2) as 1 - 2 / (exp(x) + 1): scale yields x * log2(e) and cap is softcap * log2(e).
+    Without a softcap the logit is scale * (q . k). With one it is softcap * tanh(scaling * (q . k) / softcap). The
+    kernels compute tanh(x / 2) as 1 - 2 / (exp(x) + 1), so scale yields x * log2(e), and cap is softcap * log2(e).
     """
     if softcap is None:
         return scaling * log2(e), None
@@ -250,7 +256,10 @@ def logit_factors(scaling: float, softcap: float | None) -> tuple[float, float |
 
 
 def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | None]:
-    """Launches `row_extents` over uint8 [rows, length]: extents int32 [rows, 4], and `behind` if there is a window."""
+    """Launches `row_extents` over uint8 [rows, length].
+
+    Returns the extents, int32 [rows, 4], and `behind`, int32 [rows, length], or None without a window.
+    """
     rows, length = valid.shape
     extents = torch.empty(rows, 4, dtype=torch.int32, device=valid.device)
     behind = None if window is None else torch.empty(rows, length, dtype=torch.int32, device=valid.device)
@@ -261,7 +270,7 @@ def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | 
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given: Tensor | None) -> None:
-    """Raises `ValueError` for what the kernels cannot take; `given` are further tensors by name."""
+    """Raises `ValueError` for arguments that the kernels do not support; `given` is further tensors by name."""
     check_dtype(query.dtype)
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]

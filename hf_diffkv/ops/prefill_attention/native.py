@@ -1,4 +1,4 @@
-"""Attention of a prompt in native code: one pass over queries and keys gives the output and what each key receives."""
+"""Prompt attention in native code: one pass over queries and keys gives the output and the received attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reference import scale_up
 
 
 def can_attend(query: Tensor, value: Tensor) -> bool:
-    """Whether there is native code for such queries and values."""
+    """Returns whether native code supports such queries and values."""
     narrow = max(query.shape[-1], value.shape[-1]) <= MAX_DIM
     return query.device.type == "cpu" and query.dtype in DTYPES and narrow and library() is not None
 
@@ -32,18 +32,20 @@ def prefill_attention(
     mask: Tensor | None = None,
     observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.prefill_attention`; stored tokens are read from their pages, and bfloat16 models may have them and
-    the weights of values rounded to bfloat16.
+    """Attends from new tokens; arguments and results as in the reference.
+
+    Stored tokens are read from their pages. For bfloat16 models, stored tokens and the weights of values may be rounded
+    to bfloat16.
 
     Raises:
-        ValueError: tensors whose shapes or dtypes do not fit.
-        CorruptMemoryError: a table entry that is no page, or counts that do not fit the table.
+        ValueError: shapes or dtypes of tensors do not fit.
+        CorruptMemoryError: a table entry is not a page, or counts do not fit the table.
     """
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     _check(query, key, value, past.rows)
     stored, before = past.stored, past.exact
-    # laid out as models want it
+    # the memory layout that models expect
     output = torch.zeros(batch, length, query_heads, value_dim, dtype=query.dtype)
     received = torch.zeros(batch, kv_heads, stored + before + length) if observed != 0 else None
     block = Prompt(batch=batch, heads=kv_heads, group=query_heads // kv_heads, length=length, before=before)

@@ -1,12 +1,12 @@
-"""Triton kernel of the attention from new tokens to the stored ones, read from their pages and the window.
+"""Triton kernel of the attention from new tokens to stored ones, read from their pages and the window.
 
-A program takes BLOCK_M rows, each a new token and a query head of the same KV head, over one split of what is stored.
-Its softmax state goes to memory, where `flash_forward` starts from. Conventions are those of kernels.py.
+A program processes BLOCK_M rows, each a new token and a query head of the same KV head, over one split of the stored
+tokens. It writes its softmax state to memory, where `flash_forward` continues. Conventions as in kernels.py.
 
-Tiles of stored keys or values are dequantised in registers. The pieces of unpacked rows (`ops/dequant.py`) lie one
-behind the other in a tile, each padded, so nothing is shuffled. To give every tile of a row the same order of columns,
-whatever its bits, rows are cut into PARTS equal parts, as many as the level of most pieces has, and each part is padded
-to WIDTH / PARTS columns.
+Tiles of stored keys or values are dequantised in registers. The pieces of unpacked rows (`ops/dequant.py`) are
+concatenated in a tile, each padded, so nothing is shuffled. For the same order of columns in every tile regardless of
+its bits, rows are cut into PARTS equal parts, the number of pieces of the level with the most. Each part is padded to
+WIDTH / PARTS columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .kernels import as_operand, load_extent, online_softmax
 
 @triton.jit
 def row_columns(DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Element of a row of DIM that each of WIDTH columns holds, and whether it holds one."""
+    """Returns the element of a row of DIM in each of WIDTH columns, and whether the column holds one."""
     column = tl.arange(0, WIDTH)
     if DIM == WIDTH:
         return column, column < DIM
@@ -34,14 +34,14 @@ def row_columns(DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def load_columns(pointer, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Rows of DIM elements at pointers [tokens] as a tile [tokens, WIDTH], zeros where a column holds nothing."""
+    """Loads rows of DIM elements at pointers [tokens] as a tile [tokens, WIDTH], with zeros in unused columns."""
     element, exists = row_columns(DIM, WIDTH, PARTS)
     return load_lanes(pointer, element, exists, DIM == WIDTH)
 
 
 @triton.jit
 def decode(codes, scale, zero, DOT: tl.constexpr, MODE: tl.constexpr):
-    """codes * scale + zero, rounded once."""
+    """Returns codes * scale + zero, rounded once."""
     if MODE == 0:
         return (codes * scale + zero).to(DOT)
     else:
@@ -53,11 +53,13 @@ def decode(codes, scale, zero, DOT: tl.constexpr, MODE: tl.constexpr):
 def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
                 WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr, DOT: tl.constexpr,
                 MODE: tl.constexpr):  # fmt: skip
-    """Keys or values of a page's tokens in DOT, [tokens, WIDTH].
+    """Loads keys or values of stored tokens, dequantised to DOT, [tokens, WIDTH].
 
     Args:
         rows, metadata: uint8 pointers [tokens].
-        SIZE: bytes of the metadata of a group. ELEMENT: what 16-bit rows hold. MODE: as in `ops/dequant.py`.
+        SIZE: bytes of a group's metadata.
+        ELEMENT: dtype of 16-bit rows.
+        MODE: method of unpacking, see `ops/dequant.py`.
     """
     if BITS == 16:
         return as_operand(load_columns(rows.to(tl.pointer_type(ELEMENT)), DIM, WIDTH, PARTS), DOT)
@@ -82,7 +84,7 @@ def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: 
 
 @triton.jit
 def page_rows(pages, table, token, DIRECTION: tl.constexpr, TIER: tl.constexpr):
-    """Pages (pointers [tokens]) and slots of a row's tokens; `table` points at the level's first entry."""
+    """Returns page pointers [tokens] and slots of a row's tokens; `table` points at the level's first entry."""
     page = tl.load(table + DIRECTION * (token // TIER.capacity))
     return page_base(pages, page, TIER), token % TIER.capacity
 
@@ -95,7 +97,7 @@ def page_base(pages, page, TIER: tl.constexpr):
 @triton.jit
 def tier_tile(base, slot, TIER: tl.constexpr, IS_KEY: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
               ELEMENT: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    """`stored_tile` of keys or values of the tokens in slots of the pages at `base`."""
+    """Loads the `stored_tile` of keys or values in slots of the pages at `base`."""
     SIZE: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
     GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
@@ -111,10 +113,13 @@ def attend_pages(
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, ELEMENT: tl.constexpr,
     DOT: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Adds blocks [first, last) of a level of `count` tokens; those past the end repeat the last one and are hidden."""
+    """Attends to blocks [first, last) of a level of `count` tokens.
+
+    Tokens past the end repeat the last one and are masked.
+    """
     acc, peak, total = state
     lane = tl.arange(0, BLOCK_N)
-    # loaded a block ahead: Triton copies rows ahead of their use only where it knows the page then
+    # loaded one block ahead, because Triton prefetches rows only if it already knows their page
     begin = tl.minimum(first * BLOCK_N + lane, tl.maximum(count - 1, 0))
     page = tl.load(table + DIRECTION * (begin // TIER.capacity))
     for block in range(first, last):
@@ -138,7 +143,7 @@ def attend_window(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds blocks [first, last) of a window of `count` tokens."""
+    """Attends to blocks [first, last) of a window of `count` tokens."""
     acc, peak, total = state
     for block in range(first, last):
         token = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -165,16 +170,18 @@ def past_forward(
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax state of BLOCK_M rows after one split; grid (row blocks, splits, batch * kv_heads).
+    """Computes the softmax state of BLOCK_M rows over one split. Grid: (row blocks, splits, batch * kv_heads).
 
-    Row r is query head r % group of the KV head's group, from new token r // group.
+    Row r is query head r % group of the KV head's group, from new token r // group. Blocks of padding alone write
+    nothing. `pages` to `window_start` and `sink_end` as in decode attention's `attend_kernel`.
 
     Args:
-        query: [batch, query_heads, length, key_dim], strides as named. extents: as in `flash_forward`.
-        pages to window_start, sink_end: as in `decode_attention`; past_length: int64 [batch], tokens seen before.
-        partial_output: float32 [splits, batch * kv_heads, length * group, value_dim]; partial_peak, partial_total:
-            float32 [splits, batch * kv_heads, length * group], peak -inf where a split had nothing to do and left its
-            output unwritten. Blocks of nothing but padding write nothing.
+        query: [batch, query_heads, length, key_dim], with the strides given.
+        past_length: tokens seen before, int64 [batch].
+        extents: `row_extents` of the queries, or None.
+        partial_output: float32 [splits, batch * kv_heads, length * group, value_dim].
+        partial_peak, partial_total: float32 [splits, batch * kv_heads, length * group]; the peak of a split without
+            tokens is -inf, and its output is not written.
     """
     split = tl.program_id(1)
     kv_row = tl.program_id(2)

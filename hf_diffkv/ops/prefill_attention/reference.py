@@ -1,7 +1,7 @@
-"""Blocked exact attention that also yields what each key receives, in plain PyTorch.
+"""Blocked exact attention in plain PyTorch, which also yields the attention that each key receives.
 
-One block of queries sees all its keys at once, so the probabilities are final and are summed over the queries of the
-block right away; no N x N matrix exists.
+A block of queries is processed with all its keys at once, so the probabilities are final and can be summed over the
+block's queries immediately. No N x N matrix exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..softmax import Softmax
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
-# exp(-80) is far below rounding; smaller results are subnormal numbers, which CPUs multiply a hundred times slower
+# exp(-80) is far below rounding; smaller results would be subnormal, which CPUs multiply a hundred times slower
 LOWEST_LOGIT = -80.0
 
 
@@ -35,22 +35,24 @@ def prefill_attention(
     mask: Tensor | None = None,
     observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Exact causal attention of Q new tokens over a past of P tokens and themselves.
+    """Attends exactly and causally from Q new tokens over a past of P tokens and themselves.
 
     Args:
-        query: [batch, query_heads, Q, key_dim].
-        key, value: [batch, kv_heads, Q, key_dim], [batch, kv_heads, Q, value_dim].
-        past: what is before the new tokens.
-        valid: bool [batch, Q]; False marks padding, which is not attended, does not score and yields zeros.
-        mask: bool [batch, 1, Q, Q], replaces the causal rule among the new tokens.
-        observed: so many of the last real queries give significance, scaled up to all; None: all of them do. 0: what
-            keys receive is not wanted, so it is None and nothing is computed for it.
+        query: query states, [batch, query_heads, Q, key_dim].
+        key, value: key states, [batch, kv_heads, Q, key_dim], and value states, [batch, kv_heads, Q, value_dim].
+        softmax: softmax parameters of the layer.
+        past: tokens before the new ones.
+        valid: False for padding, bool [batch, Q]; padding is not attended to, does not score and yields zeros. None if
+            all tokens are real.
+        mask: mask that replaces the causal rule among the new tokens, bool [batch, 1, Q, Q]; None is causal.
+        observed: number of last real queries that give significance, scaled up to all; None takes all queries. 0 skips
+            the received attention, which is then None.
 
     Returns:
-        output [batch, query_heads, Q, value_dim] in the query's dtype, and received [batch, kv_heads, P + Q]: for each
-        key the sum of the probabilities that later queries give it, maximum over the group (a token's own query does
-        not count), in the dtype of the computation. P are `past.tokens`, where a row's stored tokens stand at its
-        front, by rank, and zeros behind them, then the exact ones.
+        The attention output, [batch, query_heads, Q, value_dim] in the query's dtype, and the received attention,
+        [batch, kv_heads, P + Q] in the compute dtype. A key receives the sum of the probabilities that later queries
+        give it, maximum over the group; its own token's query does not count. P is `past.tokens`: a row's stored tokens
+        by rank, padded with zeros, then the exact ones.
     """
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
@@ -59,7 +61,7 @@ def prefill_attention(
     device = query.device
     keys, values = key.to(dtype), value.to(dtype)
     if valid is not None:
-        # padding may hold anything, and zero times infinity is not zero
+        # padding may hold any value, and zero times infinity is NaN
         values = values.masked_fill(~valid[:, None, :, None], 0.0)
     before, past_valid, stored = dense_tokens(past), None, past.tokens
     if before is not None:
@@ -79,7 +81,7 @@ def prefill_attention(
     sinks = None if sinks is None else sinks.to(dtype).view(1, kv_heads, group, 1, 1)
     for first, start in itertools.product(range(0, kv_heads, heads), range(0, length, block)):
         chunk, stop = slice(first, first + heads), min(start + block, length)
-        # causal: keys after the block's last query take no part
+        # without a mask, keys after the block's last query are hidden from all its queries
         end = length if mask is not None else stop
         logits = torch.matmul(
             grouped[:, chunk, :, start:stop].to(dtype).flatten(2, 3) * softmax.scaling,
@@ -97,7 +99,7 @@ def prefill_attention(
         ).to(query.dtype)
         if observed == 0:
             continue
-        # all queries of the block follow the keys before it; among its own only some do
+        # all queries of the block are later than the keys before it, but only some are later than the block's own keys
         counted = counting[:, start:stop].to(dtype)[:, None, None, None]
         earlier = slice(0, stored + start)
         received[:, chunk, :, earlier] += torch.matmul(counted, probabilities[..., earlier])[..., 0, :]
@@ -122,8 +124,10 @@ def _hidden(
     past_valid: Tensor | None,
     mask: Tensor | None,
 ) -> list[tuple[slice, Tensor]]:
-    """What the queries [start, stop) must not see: ranges of keys with masks that broadcast to
-    [batch, kv_heads, group, queries, keys of the range]."""
+    """Returns the keys hidden from the queries [start, stop), as ranges of keys with masks.
+
+    The masks broadcast to [batch, kv_heads, group, queries, keys of the range].
+    """
     causal = position[start:stop, None] < position[None, start:end]
     if mask is None:
         hidden = [(slice(past + start, past + end), causal)]
@@ -138,12 +142,12 @@ def _hidden(
 
 
 def _softmax(logits: Tensor, hidden: list[tuple[slice, Tensor]], sink: Tensor | None) -> Tensor:
-    """Softmax over the keys that are not hidden, with the sink's share left out; zeros where all are hidden.
+    """Returns the softmax over visible keys, without the sink's share; zeros if all keys are hidden.
 
     Args:
-        logits: [batch, kv_heads, group, queries, keys], overwritten.
-        hidden: from `_hidden`.
-        sink: [1, kv_heads, group, 1, 1].
+        logits: logits, [batch, kv_heads, group, queries, keys], overwritten.
+        hidden: result of `_hidden`.
+        sink: sink logits, [1, kv_heads, group, 1, 1], or None.
     """
     for keys, mask in hidden:
         logits[..., keys].masked_fill_(mask, -torch.inf)
@@ -161,22 +165,24 @@ def _softmax(logits: Tensor, hidden: list[tuple[slice, Tensor]], sink: Tensor | 
 
 
 def observation(valid: Tensor | None, batch: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which queries score, bool [batch, Q]."""
+    """Returns a mask of the queries that score, bool [batch, Q]."""
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if valid is None else valid
     return real if window is None else real & (_later(real) < window)
 
 
 def _later(real: Tensor) -> Tensor:
-    """How many True entries follow each position, [batch, Q]."""
+    """Returns the number of True entries after each position, [batch, Q]."""
     return real.flip(-1).cumsum(-1).flip(-1) - real.long()
 
 
 def scale_up(received: Tensor, past: int, valid: Tensor | None, window: int) -> None:
-    """Scales sums over the last `window` queries up to all later ones, in place.
+    """Scales sums over the last `window` queries up to all later queries, in place.
 
     Args:
-        received: [batch, kv_heads, past + Q]; every query is later than the first `past` tokens.
-        valid: bool [batch, Q], or None.
+        received: received attention, [batch, kv_heads, past + Q].
+        past: number of tokens that precede every query.
+        valid: True for real tokens, bool [batch, Q]; None if all are.
+        window: number of last real queries that scored.
     """
     batch, length, device = received.shape[0], received.shape[-1] - past, received.device
     real, observed = (observation(valid, batch, length, most, device) for most in (None, window))
@@ -188,9 +194,11 @@ def scale_up(received: Tensor, past: int, valid: Tensor | None, window: int) -> 
 
 
 def dense_tokens(past: EarlierTokens) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Tokens before the new ones: keys, values [batch, kv_heads, tokens, dim], and which there are, bool [batch,
-    kv_heads, tokens]; None without any. Stored ones come by rank, in float32 (float64 models: float64), zeros behind a
-    row's last."""
+    """Returns the keys and values before the new tokens, and a mask of those that exist; None without any.
+
+    Keys and values are [batch, kv_heads, tokens, dim], the mask is bool [batch, kv_heads, tokens]. Stored tokens are
+    ordered by rank, in float32 (float64 for float64 models), and padded with zeros.
+    """
     parts = [_decoded(past.rows, past.stored)] if past.stored else []
     if past.exact:
         parts.append((past.key, past.value, past.valid))
@@ -218,7 +226,7 @@ def _decoded(rows: LayerRows, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         before = before + count
     place = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.slots)
     held = (place >= 0).sum(1).repeat_interleave(kv_heads)
-    # places of the tokens in their order, the empty ones last
+    # slots in the order of their tokens, empty ones last
     order = torch.where(place < 0, torch.iinfo(place.dtype).max, place).argsort(1)
     order = order.repeat_interleave(kv_heads, dim=0)
     row, index = (torch.arange(rows.slots, device=device) < held[:, None]).nonzero(as_tuple=True)

@@ -1,7 +1,7 @@
 """Block sizes of the prompt attention kernels per target.
 
-Chosen from the compiled code, not from times: no variant spills registers, and the sm_80 table fits the 99 KiB of
-shared memory of sm_86 and sm_89.
+They are chosen by the compiled code, not by timings: no variant spills registers, and the sm_80 table fits the 99 KiB
+of shared memory of sm_86 and sm_89.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..quantize.launch import dot_dtype
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries (m) and keys (n) of one step of a kernel, and its launch options."""
+    """Queries (m) and keys (n) per step of a kernel, and its launch options."""
 
     block_m: int
     block_n: int
@@ -28,13 +28,13 @@ class Tile:
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """Launch options and block sizes under the kernels' names."""
+        """Returns launch options and block sizes as kernel arguments."""
         blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
         return blocks | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
-# by the widest padded head dimension they serve
+# tiles by the widest padded head dimension they serve
 FORWARD_TILES = {
     "sm_80": {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 8, 2), 512: Tile(32, 32, 8, 1)},
     "sm_90": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2), 512: Tile(32, 32, 8, 2)},
@@ -45,11 +45,11 @@ COLUMN_TILES = {
     "sm_90": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 4, 3), 256: Tile(64, 128, 8, 2), 512: Tile(32, 64, 8, 2)},
     "gfx942": {64: Tile(64, 128, 4, 1), 128: Tile(64, 128, 4, 1), 256: Tile(64, 64, 4, 1), 512: Tile(64, 64, 4, 1)},
 }
-# of `past_forward`
+# tiles of `past_forward`
 PAST_TILES = {
     "sm_80": {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 1), 512: Tile(32, 32, 8, 1)},
     "sm_90": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 1), 512: Tile(32, 64, 8, 1)},
-    # Triton 3.6 does not overlap inline PTX with matrix products there
+    # on sm_100, Triton 3.6 does not overlap inline PTX with matrix products
     "sm_100": {64: Tile(128, 64, 8, 1), 128: Tile(128, 64, 8, 1), 256: Tile(128, 32, 8, 1), 512: Tile(32, 64, 8, 1)},
     "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 32, 4, 1), 512: Tile(64, 16, 4, 1)},
 }
@@ -61,48 +61,48 @@ MASKED_TILES = {
     "sm_90": _MASKED,
     "gfx942": _MASKED | {256: Tile(64, 16, 8, 1), 512: Tile(32, 16, 8, 1)},
 }
-# float32 dots have no matrix instructions and keep their operands in registers
+# float32 dots use no matrix instructions and keep their operands in registers
 FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 16, 4, 1), 512: Tile(16, 16, 4, 1)}
 
 
 def padded(dim: int) -> int:
-    """Columns of a tile: a power of two, at least what a dot takes."""
+    """Returns the number of columns of a tile: a power of two, at least the minimum of a dot."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def extent_block(length: int) -> int:
-    """Tokens that `row_extents` reads at once."""
+    """Returns the number of tokens that `row_extents` reads at once."""
     return min(1024, max(64, triton.next_power_of_2(length)))
 
 
 def forward_tile(target: str, dtype: torch.dtype, key_dim: int, value_dim: int, masked: bool = False) -> Tile:
-    """Tile of `flash_forward`, `masked` if it reads a mask."""
+    """Returns the tile of `flash_forward`; `masked` if it reads a mask."""
     return _choose(MASKED_TILES if masked else FORWARD_TILES, target, dtype, max(key_dim, value_dim))
 
 
 def past_tile(target: str, dtype: torch.dtype, layout: PageLayout) -> Tile:
-    """Tile of `past_forward`."""
+    """Returns the tile of `past_forward`."""
     tile = _choose(PAST_TILES, target, dtype, max(layout.high.key_dim, layout.high.value_dim))
     sides = [(tier.k_bits, tier.k_groups) for tier in (layout.high, layout.low)]
     sides += [(tier.v_bits, tier.v_groups) for tier in (layout.high, layout.low)]
     if any(bits < 16 and pieces(bits) % groups for bits, groups in sides):
-        # metadata is then loaded for each element, too much to keep for several steps
+        # metadata is then loaded for each element, which is too much to keep for several steps
         tile = replace(tile, num_stages=1)
     return tile
 
 
 def column_tile(target: str, dtype: torch.dtype, key_dim: int) -> Tile:
-    """Tile of `column_scores`."""
+    """Returns the tile of `column_scores`."""
     return _choose(COLUMN_TILES, target, dtype, key_dim)
 
 
 def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[str, object]:
-    """Page format and arithmetic of `past_forward` as kernel constants."""
+    """Returns page format and arithmetic of `past_forward` as kernel constants."""
     tiers = (layout.high, layout.low)
     key_parts = max(pieces(tier.k_bits) for tier in tiers)
     value_parts = max(pieces(tier.v_bits) for tier in tiers)
     key_width, value_width = padded(layout.high.key_dim), padded(layout.high.value_dim)
-    # the PTX takes four bytes at once
+    # the PTX code processes four bytes at once
     narrow = min(key_width // key_parts, value_width // value_parts) < 4
     portable = dtype == torch.float32 or narrow or not target.startswith("sm_")
     return {
@@ -118,14 +118,17 @@ def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[
 
 
 def past_dot(layout: PageLayout, dtype: torch.dtype) -> torch.dtype:
-    """What `past_forward` multiplies in: fp16, exact for codes, where compression keeps what is stored in its range."""
+    """Returns the dtype in which `past_forward` multiplies.
+
+    It is fp16, which is exact for codes, if compression keeps stored numbers within its range.
+    """
     tiers = (layout.high, layout.low)
     uncompressed = all(bits == 16 for tier in tiers for bits in (tier.k_bits, tier.v_bits))
     return dtype if uncompressed or dtype == torch.float32 else torch.float16
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Strides of [batch, heads, tokens, dim] under the kernels' names; 0 along an axis of one, where any would do."""
+    """Returns the strides of [batch, heads, tokens, dim] as kernel arguments; 0 along axes of size 1."""
     steps = [step if size > 1 else 0 for step, size in zip(x.stride(), x.shape)]
     return {f"{name}_batch": steps[0], f"{name}_head": steps[1], f"{name}_token": steps[2]}
 

@@ -1,4 +1,4 @@
-"""Quantise keys and values into pages, and read them back."""
+"""Quantises keys and values into pages and reads them back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens
 def store_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
-    """Arguments as in `reference.store_tokens`.
+    """Quantises tokens into their slots; arguments as in `reference.store_tokens`.
 
     Raises:
-        ValueError: pages of another form, or keys or values that are not those of n tokens.
+        ValueError: pages have another dtype or shape, or keys or values are not those of n tokens.
     """
     count, key, value = page.numel(), contents.key, contents.value
     if key.shape != (count, tier.key_dim) or value.shape != (count, tier.value_dim):
@@ -38,7 +38,11 @@ def store_tokens(
 def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in `reference.load_tokens`; raises `ValueError` for pages of another form."""
+    """Reads tokens back; arguments and results as in `reference.load_tokens`.
+
+    Raises:
+        ValueError: pages have another dtype or shape.
+    """
     return _form(pages, tier, dtype).load_tokens(pages, tier, page, slot, dtype)
 
 
@@ -51,21 +55,23 @@ def move_tokens(
     to_slot: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Copies tokens as they are stored, code for code.
+    """Copies stored tokens without requantising them.
 
     Args:
-        pages: uint8 [pages, page_bytes], written in place.
-        from_page, from_slot, to_page, to_slot: int64 [n]; no two targets are alike, and none is a source.
+        pages: memory of the pages, uint8 [pages, page_bytes], written in place.
+        tier: layout of the tokens' tier.
+        from_page, from_slot: sources, int64 [n] each.
+        to_page, to_slot: targets, int64 [n] each; all different, and none is a source.
         dtype: the model's dtype.
 
     Raises:
-        ValueError: pages of another form.
+        ValueError: pages have another dtype or shape.
     """
     _form(pages, tier, dtype).move_tokens(pages, tier, from_page, from_slot, to_page, to_slot)
 
 
 def _form(pages: Tensor, tier: TierLayout, dtype: torch.dtype) -> ModuleType:
-    """What runs on `pages`, which must be uint8 [pages, page_bytes] with contiguous rows."""
+    """Returns the implementation for `pages`, which must be contiguous uint8 [pages, page_bytes]."""
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
         raise ValueError(
             f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."

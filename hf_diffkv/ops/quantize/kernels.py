@@ -1,10 +1,9 @@
 """Triton kernels that quantise tokens into pages, read them back and copy them (DiffKV, section 4).
 
-A tile of tokens is held as [tokens, planes, bytes]: element (t, p, j) is dimension p * dim / planes + j of token t, so
-byte j of the packed row is the sum of its planes' shifted codes, and nothing is shuffled between planes and bytes.
-At 8 and 16 bits there is one plane. Codes of several fields are held in the planes of the narrowest; the planes of the
-others are several of these in turn. `WIDTH` is the number of bytes of a plane (elements, at 16 bits) padded to a power
-of two.
+A tile of tokens is [tokens, planes, bytes]: element (t, p, j) is dimension p * dim / planes + j of token t. Byte j of
+the packed row is then the sum of its planes' shifted codes, and nothing is shuffled between planes and bytes. At 8 and
+16 bits there is one plane. Codes of several fields use the planes of the narrowest field; a plane of a wider field is
+several of these in sequence. `WIDTH` is the number of bytes of a plane (elements at 16 bits), padded to a power of two.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from ..narrow_kernel import metadata_of, narrow_metadata, scale_and_zero, store_
 
 @triton.constexpr_function
 def tile_planes(bits):
-    """Planes of a tile: those of the narrowest field."""
+    """Returns the number of planes of a tile, which is that of the narrowest field."""
     return max(1, 8 // fields(bits)[-1])
 
 
 @triton.constexpr_function
 def padded_width(dim, bits):
-    """Bytes of a plane of a tile (elements at 16 bits), padded to a power of two."""
+    """Returns the bytes of a plane of a tile (elements at 16 bits), padded to a power of two."""
     return triton.next_power_of_2(dim // tile_planes(bits))
 
 
@@ -36,9 +35,9 @@ def round_even(x):
 
 @triton.jit
 def stored_bits(x, DTYPE: tl.constexpr):
-    """The bits of float32 `x` rounded half to even to the model's dtype."""
+    """Returns the bits of float32 `x` rounded to the model's dtype, ties to even."""
     if DTYPE == tl.bfloat16:
-        # in integers, as the interpreter truncates this cast; exact for values that came from bfloat16
+        # in integers, because the interpreter truncates this cast; exact for values that came from bfloat16
         bits = x.to(tl.uint32, bitcast=True)
         out = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
     elif DTYPE == tl.float16:
@@ -50,7 +49,7 @@ def stored_bits(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_dims(DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Dimension of each element of a tile, [1, planes, WIDTH], and whether it exists."""
+    """Returns the dimension of each element of a tile, [1, planes, WIDTH], and whether it exists."""
     PLANES: tl.constexpr = tile_planes(BITS)
     BYTES: tl.constexpr = DIM // PLANES
     byte = tl.arange(0, WIDTH)[None, None, :]
@@ -60,7 +59,7 @@ def tile_dims(DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def tier_dims(TIER: tl.constexpr, IS_KEY: tl.constexpr):
-    """As `tile_dims`, of the tier's keys or values."""
+    """Returns `tile_dims` of the tier's keys or values."""
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
     return tile_dims(DIM, BITS, padded_width(DIM, BITS))
@@ -68,7 +67,7 @@ def tier_dims(TIER: tl.constexpr, IS_KEY: tl.constexpr):
 
 @triton.jit
 def read_input(rows, row, active, dim, exists, stride):
-    """Elements `dim` of the given rows of a [n, dim] tensor with row stride `stride`, as float32."""
+    """Loads elements `dim` of the given rows of a [n, dim] tensor with row stride `stride`, as float32."""
     return tl.load(
         rows + row.to(tl.int64)[:, None, None] * stride + dim, mask=active[:, None, None] & exists, other=0.0
     ).to(tl.float32)
@@ -76,10 +75,10 @@ def read_input(rows, row, active, dim, exists, stride):
 
 @triton.jit
 def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantises a tile of keys or values of `tier_dims`, float32, to the rows at `codes` and `metadata`, see `rows_at`.
+    """Quantises a float32 tile of keys or values (`tier_dims`) into the rows at `codes` and `metadata` (`rows_at`).
 
-    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or where the metadata of a group has 2 bytes
-    as `pages/segments.py` says, and codes are computed with the rounded pair.
+    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or as in `pages/segments.py` if a group's
+    metadata has 2 bytes. Codes are computed with the rounded pair.
     """
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
@@ -95,7 +94,7 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
         pointer = codes.to(tl.pointer_type(bits.dtype))[:, None] + element
         tl.store(pointer, bits, mask=active[:, None] & (element < DIM))
     else:
-        # a scale of 0 stores code 0: the division by 1 gives a finite number that the last `where` discards
+        # a scale of 0 stores code 0: dividing by 1 gives a finite number, which the last `where` discards
         tile = tl.zeros_like(x).to(tl.int32)
         for group in tl.static_range(GROUPS):
             member = exists
@@ -132,7 +131,7 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
 def write_field(code, codes, active, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Packs the lowest BITS bits of a tile of codes, int32 [tokens, planes, WIDTH], into the rows at `codes`.
 
-    Its planes may be finer than those of the field, each of which is then PARTS of them in turn.
+    The tile's planes may be finer than the field's; a plane of the field is then PARTS of them in sequence.
     """
     PLANES: tl.constexpr = 8 // BITS
     PARTS: tl.constexpr = code.shape[1] // PLANES
@@ -150,11 +149,10 @@ def write_field(code, codes, active, DIM: tl.constexpr, BITS: tl.constexpr, WIDT
 
 @triton.jit
 def read_tile(codes, metadata, active, dim, exists, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantises elements `dim` (any [1, a, b]) of the keys or values at `codes` and `metadata` (pointers [tokens]),
-    float32.
+    """Dequantises elements `dim` ([1, a, b]) of the keys or values at `codes` and `metadata` (pointers [tokens]).
 
-    code * scale is exact in float32 (8 and 11 significant bits), as are narrow zero points, so fusing the addition
-    changes nothing.
+    The result is float32. code * scale is exact in float32 (8 and 11 significant bits), and so are narrow zero points,
+    so fusing the addition changes nothing.
     """
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
@@ -177,7 +175,7 @@ def read_tile(codes, metadata, active, dim, exists, TIER: tl.constexpr, IS_KEY: 
 
 @triton.jit
 def rows_at(base, slot, TIER: tl.constexpr, IS_KEY: tl.constexpr):
-    """Pointers to the codes and to the metadata of the keys or values in slots of the pages at `base`."""
+    """Returns pointers to the codes and the metadata of the keys or values in slots of the pages at `base`."""
     if IS_KEY:
         codes = base + TIER.key_offset + slot * TIER.key_row
         metadata = base + TIER.key_metadata_offset + slot * (TIER.key_metadata * TIER.k_groups)
@@ -199,9 +197,9 @@ def store_tokens_kernel(
     pages, page, slot, key, value, score, position, count, key_stride, value_stride,
     TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantises BLOCK tokens and writes them to their slots; tokens of the null page (0) are skipped.
+    """Quantises BLOCK tokens into their slots; tokens of the null page (0) are skipped. Grid: (cdiv(count, BLOCK),).
 
-    Each token's bytes are its own, so there is neither a read-modify-write nor a race. Grid: (cdiv(count, BLOCK),).
+    No two tokens share a byte, so there are no read-modify-writes and no races.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(page + token, mask=token < count, other=0).to(tl.int64)
@@ -227,7 +225,7 @@ def store_tokens_kernel(
 def load_tokens_kernel(
     pages, page, slot, key, value, count, TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Dequantises BLOCK tokens into key and value (float32 [count, dim], contiguous); the null page yields zeros.
+    """Dequantises BLOCK tokens into key and value, contiguous float32 [count, dim]; the null page yields zeros.
 
     Grid: (cdiv(count, BLOCK),).
     """
@@ -251,7 +249,7 @@ def load_tokens_kernel(
 
 @triton.constexpr_function
 def copied_word(row_bytes):
-    """The widest integers that rows of so many bytes consist of."""
+    """Returns the widest integer type whose size divides `row_bytes`."""
     return tl.uint32 if row_bytes % 4 == 0 else tl.uint16 if row_bytes % 2 == 0 else tl.uint8
 
 
@@ -267,7 +265,7 @@ def copied_lanes(row_bytes):
 
 @triton.jit
 def copy_rows(source, target, from_slot, to_slot, active, OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """Copies one segment's rows between pages (pointers [tokens]); segments start at multiples of 16 bytes."""
+    """Copies rows of one segment between pages (pointers [tokens]); segments start at multiples of 16 bytes."""
     COUNT: tl.constexpr = copied_words(ROW_BYTES)
     lane = tl.arange(0, copied_lanes(ROW_BYTES))[None, :]
     mask = active[:, None] & (lane < COUNT)
@@ -297,7 +295,7 @@ def copy_tile(source, target, from_slot, to_slot, active, TIER: tl.constexpr):
 def copy_tokens_kernel(
     pages, from_page, from_slot, to_page, to_slot, count, TIER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Copies BLOCK tokens as they are stored, code for code. Grid: (cdiv(count, BLOCK),)."""
+    """Copies BLOCK stored tokens without requantising them. Grid: (cdiv(count, BLOCK),)."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     active = token < count
     source = pages + tl.load(from_page + token, mask=active, other=0).to(tl.int64) * TIER.page_bytes

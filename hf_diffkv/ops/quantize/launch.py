@@ -23,9 +23,9 @@ NUM_WARPS = 4
 def store_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
-    """Quantises tokens and writes them to their slots, one launch for all heads; see the reference for the arguments.
+    """Quantises tokens into their slots in one launch for all heads; arguments as in the reference.
 
-    Tokens sent to the null page are not written at all.
+    Tokens sent to the null page are not written.
     """
     check_dtype(dtype)
     key, value, score, position = contents
@@ -49,7 +49,7 @@ def store_tokens(
 def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Reads tokens back: key [n, key_dim], value [n, value_dim] in float32; zeros for the null page."""
+    """Reads tokens back: keys [n, key_dim] and values [n, value_dim] in float32, zero for the null page."""
     check_dtype(dtype)
     key = torch.empty(page.numel(), tier.key_dim, dtype=torch.float32, device=pages.device)
     value = torch.empty(page.numel(), tier.value_dim, dtype=torch.float32, device=pages.device)
@@ -61,7 +61,7 @@ def load_tokens(
 def _launch(
     kernel: Any, pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype, **given: object
 ) -> None:
-    """One launch for all tokens at (page, slot)."""
+    """Launches a kernel for all tokens at (page, slot)."""
     block, count = tile_tokens(tier), page.numel()
     given |= {"pages": pages, "page": page.contiguous(), "slot": slot.contiguous(), "count": count}
     constants = {"TIER": tier, "DTYPE": TRITON_DTYPES[dtype], "BLOCK": block, "num_warps": NUM_WARPS}
@@ -71,7 +71,7 @@ def _launch(
 def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
-    """Copies tokens as they are stored, one launch for all rows; see the reference for the arguments."""
+    """Copies stored tokens in one launch for all rows; arguments as in the reference."""
     count, block = from_page.numel(), copy_block(tier)
     if count == 0:
         return
@@ -82,22 +82,22 @@ def move_tokens(
 
 
 def copy_block(tier: TierLayout) -> int:
-    """Tokens that a program copies, so that a tile has about `COPY_BYTES` bytes."""
+    """Returns the number of tokens that a program copies, so that a tile has about `COPY_BYTES` bytes."""
     return max(1, COPY_BYTES // triton.next_power_of_2(max(tier.key_row, tier.value_row)))
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raises `ValueError` for a model dtype without a kernel."""
+    """Raises `ValueError` if the kernels do not support a model of `dtype`."""
     if dtype not in TRITON_DTYPES:
         raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {dtype}; use the reference.")
 
 
 def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
-    """What matrix products of `dtype` are computed in; the interpreter would round those of half precision."""
+    """Returns the dtype of matrix products; float32 in the interpreter, which would round half precision."""
     return TRITON_DTYPES[torch.float32 if target == INTERPRETER else dtype]
 
 
 def tile_tokens(tier: TierLayout) -> int:
-    """Tokens per program, so that a tile has about `TILE_ELEMENTS` elements."""
+    """Returns the number of tokens per program, so that a tile has about `TILE_ELEMENTS` elements."""
     widest = triton.next_power_of_2(max(tier.key_dim, tier.value_dim))
     return max(1, min(64, TILE_ELEMENTS // widest))

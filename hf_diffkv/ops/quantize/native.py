@@ -1,4 +1,4 @@
-"""Quantising into pages, reading back and copying in native code."""
+"""Quantises tokens into pages, reads them back and copies them in native code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..backend import unit_stride
 def store_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
-    """Arguments as in the reference. Tokens sent to the null page are not written at all.
+    """Quantises tokens into their slots; arguments as in the reference. Tokens sent to the null page are not written.
 
     Raises:
-        CorruptMemoryError: a page or slot that is not there; nothing has changed.
+        CorruptMemoryError: a page or slot does not exist; nothing has changed.
     """
     key, value, score, position = contents
     if key.dtype != value.dtype or key.dtype not in DTYPES:
@@ -34,7 +34,7 @@ def store_tokens(
 def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Reads tokens back: key [n, key_dim], value [n, value_dim] in float32; zeros for the null page."""
+    """Reads tokens back: keys [n, key_dim] and values [n, value_dim] in float32, zero for the null page."""
     block, places = _block(pages, tier, dtype, page, slot)
     key = torch.empty(page.numel(), tier.key_dim)
     value = torch.empty(page.numel(), tier.value_dim)
@@ -47,7 +47,7 @@ def load_tokens(
 def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
-    """Copies tokens as they are stored; see the reference for the arguments."""
+    """Copies stored tokens; arguments as in the reference."""
     # a copy does not depend on the dtype
     block, places = _block(pages, tier, torch.float32, from_page, from_slot)
     to_page, to_slot = to_page.contiguous(), to_slot.contiguous()
@@ -58,7 +58,7 @@ def move_tokens(
 def _block(
     pages: Tensor, tier: TierLayout, dtype: torch.dtype, page: Tensor, slot: Tensor
 ) -> tuple[Transfer, tuple[Tensor, Tensor]]:
-    """The block of tokens at (page, slot), and what must live until it has run."""
+    """Returns the block of tokens at (page, slot), and the tensors to keep alive until it has run."""
     page, slot = page.contiguous(), slot.contiguous()
     block = Transfer(format=format_of_tier(tier, dtype), page_count=pages.shape[0], count=page.numel())
     block.pages, block.page, block.slot = address(pages), address(page), address(slot)

@@ -1,8 +1,8 @@
 """Asymmetric quantisation per token and group, in plain PyTorch (DiffKV, section 4).
 
-zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16, or as `pages/segments.py` has it; codes are
-computed with the rounded pair, so that decoding what was stored is consistent. A scale of 0 decodes to the zero point
-exactly.
+zero = min and scale = (max - min) / (2^bits - 1) are rounded to fp16, or as in `pages/segments.py`. Codes are computed
+with the rounded pair, so that they fit the metadata they are decoded with. A scale of 0 decodes to exactly the zero
+point.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def quantize(
     """Quantises the last dimension.
 
     Args:
-        x: [..., dim] floats.
-        bits: of a code; 16 stores the dtype as it is.
-        groups: equal contiguous groups of the last dimension.
-        dtype: what to store at 16 bits, the model's dtype; None takes that of `x`.
-        metadata_bytes: of each group, 4 or 2.
+        x: floats, [..., dim].
+        bits: bits of a code; 16 stores `dtype` without quantisation.
+        groups: number of equal, contiguous groups of the last dimension.
+        dtype: dtype to store at 16 bits, the model's; None takes that of `x`.
+        metadata_bytes: bytes of a group's metadata, 4 or 2.
 
     Returns:
-        Packed codes uint8 [..., dim * bits / 8] (16 bits: the raw bytes), and the metadata: float16
-        [..., groups, 2] of (scale, zero), or of 2 bytes the bits of uint16 in int16 [..., groups]; None at 16 bits.
+        Packed codes, uint8 [..., dim * bits / 8] (at 16 bits the raw bytes), and the metadata: (scale, zero) as float16
+        [..., groups, 2], or uint16 bits in int16 [..., groups] for 2 bytes; None at 16 bits.
     """
     if bits == 16:
         return x.to(dtype or x.dtype).contiguous().view(torch.uint8), None
@@ -44,14 +44,16 @@ def quantize(
 
 
 def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
-    """Inverse of `quantize`.
+    """Inverts `quantize`.
 
     Args:
-        codes, metadata: as `quantize` returns them.
+        codes, metadata: results of `quantize`.
+        bits: bits of a code.
+        groups: number of groups.
         dtype: the model's dtype, in which 16-bit rows are stored.
 
     Returns:
-        [..., dim] in float32, or float64 where `dtype` is.
+        Dequantised elements, [..., dim] in float32, or in float64 if `dtype` is float64.
     """
     if bits == 16:
         return codes.contiguous().view(dtype).to(compute_dtype(dtype))
@@ -61,26 +63,32 @@ def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, d
 
 
 def scale_and_zero_of(low: Tensor, high: Tensor, bits: int, metadata_bytes: int) -> tuple[Tensor, Tensor]:
-    """float32 scale and zero point that groups with the elements [low, high], float32 [..., 1], are quantised with."""
+    """Returns the scale and zero point with which groups are quantised, float32 [..., 1] each.
+
+    Args:
+        low, high: smallest and largest element of each group, float32 [..., 1].
+        bits: bits of a code.
+        metadata_bytes: bytes of a group's metadata, 4 or 2.
+    """
     return _scale_and_zero(_metadata(low, high, bits, metadata_bytes), bits)
 
 
 def _metadata(low: Tensor, high: Tensor, bits: int, metadata_bytes: int) -> Tensor:
-    """As `quantize` returns it, of [..., 1]."""
+    """Returns the metadata of groups, in the form of `quantize`; `low` and `high` are [..., 1]."""
     if metadata_bytes == 2:
         return group_metadata(low, high, bits)[..., 0]
     return torch.cat([((high - low) / (2**bits - 1)).half(), low.half()], dim=-1)
 
 
 def _scale_and_zero(metadata: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """float32 [..., 1] each."""
+    """Returns scale and zero point, float32 [..., 1] each."""
     if metadata.dtype == torch.int16:
         return scale_and_zero(metadata[..., None], bits)
     return metadata.float().split(1, dim=-1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Packed rows uint8 [..., dim * bits / 8] of codes uint8 [..., dim] (`pages/layout.py`)."""
+    """Packs codes, uint8 [..., dim], into rows, uint8 [..., dim * bits / 8] (`pages/layout.py`)."""
     rows, below = [], 0
     for field in fields(bits):
         rows.append(_pack_field(codes >> below & (2**field - 1), field))
@@ -89,7 +97,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., dim] of packed rows uint8 [..., dim * bits / 8]."""
+    """Unpacks rows, uint8 [..., dim * bits / 8], into codes, uint8 [..., dim]."""
     dim, below = packed.shape[-1] * 8 // bits, 0
     codes = torch.zeros(*packed.shape[:-1], dim, dtype=torch.uint8, device=packed.device)
     for field in fields(bits):
@@ -117,10 +125,11 @@ def store_tokens(
     """Quantises tokens and writes them to their slots.
 
     Args:
-        pages: uint8 [pages, page_bytes], written in place.
-        page, slot: int64 [n], where each token goes; no two alike but on the null page.
-        contents: of the n tokens.
-        dtype: the model's dtype, stored as it is at 16 bits.
+        pages: memory of the pages, uint8 [pages, page_bytes], written in place.
+        tier: layout of the tokens' tier.
+        page, slot: place of each token, int64 [n]; all different except on the null page.
+        contents: contents of the n tokens.
+        dtype: the model's dtype, which 16-bit rows have.
     """
     view = segments(pages, tier)
     view.key[page, slot], key_metadata = quantize(
@@ -140,7 +149,7 @@ def store_tokens(
 def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Reads tokens back: key [n, key_dim], value [n, value_dim], as `dequantize` returns them."""
+    """Reads tokens back: keys [n, key_dim] and values [n, value_dim], in the dtype of `dequantize`."""
     view = segments(pages, tier)
     k_metadata = None if view.key_metadata is None else view.key_metadata[page, slot]
     v_metadata = None if view.value_metadata is None else view.value_metadata[page, slot]
@@ -152,7 +161,7 @@ def load_tokens(
 def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
-    """Copies tokens as they are stored, code for code; all are read before any is written."""
+    """Copies stored tokens without requantising them; all are read before any is written."""
     view = segments(pages, tier)
     parts = (view.key, view.value, view.key_metadata, view.value_metadata, view.score, view.position)
     parts = [part for part in parts if part is not None]

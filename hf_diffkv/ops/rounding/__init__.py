@@ -1,6 +1,7 @@
-"""Rounds keys for the queries that will read them, before they are quantised into pages.
+"""Rounding of keys for the queries that will read them, before keys are quantised into pages.
 
-What queries say (`second_moment`, `feedback_of`) is plain PyTorch here, and kernels where they run.
+The queries' moments (`second_moment`, `feedback_of`) are computed in plain PyTorch here, or by kernels on supported
+GPUs.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ __all__ = ["LARGEST_BITS", "ModelFeedback", "feedback_of", "round_keys", "second
 
 @without_autocast
 def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """The sum of q q^T over the queries of a forward.
+    """Returns the sum of q q^T over the queries of a forward.
 
     Args:
-        query: [batch, query_heads, tokens, dim] of the model.
-        heads: KV heads, each of which consecutive query heads share.
-        valid: bool [batch, tokens], queries that count; None where all do.
+        query: query states of the model, [batch, query_heads, tokens, dim].
+        heads: number of KV heads; consecutive query heads share one.
+        valid: True for queries that count, bool [batch, tokens]; None if all do.
 
     Returns:
-        [batch * heads, dim, dim] in the dtype of the computation.
+        Second moment, [batch * heads, dim, dim] in the compute dtype.
     """
     launch = _launch(query)
     if launch is not None:
@@ -49,11 +50,11 @@ def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Ten
 
 @without_autocast
 def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """M^T of every row, ones on the diagonal.
+    """Returns the feedback matrix M^T of every row, [rows, dim, dim], with ones on the diagonal (`reference.py`).
 
     Args:
-        moment: [rows, dim, dim] from `second_moment`.
-        matrix: [dim, dim] of the same dtype that rotates keys and queries (`rotate`); None does not.
+        moment: result of `second_moment`, [rows, dim, dim].
+        matrix: rotation of keys and queries (`rotate`), [dim, dim] of the same dtype; None for unrotated keys.
     """
     launch = _launch(moment)
     if launch is not None:
@@ -62,7 +63,7 @@ def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
         moment = matrix.mT @ moment @ matrix
     mean = moment.diagonal(dim1=1, dim2=2).mean(1)
     identity = torch.eye(moment.shape[1], dtype=moment.dtype, device=moment.device)
-    # without queries nothing is fed back
+    # without queries there is no feedback
     damped = moment + torch.where(mean > 0, DAMPING * mean, 1.0)[:, None, None] * identity
     factor, failed = torch.linalg.cholesky_ex(damped)
     factor = (factor / factor.diagonal(dim1=1, dim2=2)[:, None]).mT
@@ -70,7 +71,7 @@ def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
 
 
 def _launch(tensor: Tensor) -> ModuleType | None:
-    """The kernels, where they take queries or moments like these."""
+    """Returns the kernels' module if it supports such queries or moments, otherwise None."""
     if tensor.dtype == torch.float64 or not use_kernels(tensor.device, tensor.dtype):
         return None
     from . import launch
@@ -80,7 +81,7 @@ def _launch(tensor: Tensor) -> ModuleType | None:
 
 @without_autocast
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
-    """Arguments and result as in `reference.round_keys`; keys of a tier with more bits come back as they are."""
+    """Rounds keys as `reference.round_keys`; returns keys of tiers with more than `LARGEST_BITS` bits unchanged."""
     if tier.k_bits > LARGEST_BITS or key.shape[0] == 0:
         return key
     backend = choose(key.device, key.dtype, tier)

@@ -1,4 +1,4 @@
-"""Triton kernels that round keys for the queries that read them (`reference.py` says how)."""
+"""Triton kernels that round keys for the queries that read them (method: `reference.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_BITS = tl.constexpr(LARGEST_BITS)
 
 @triton.jit
 def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
-    """Scale and zero point, float32, of groups with the elements [low, high]."""
+    """Returns scale and zero point, float32, of groups with smallest and largest elements `low` and `high`."""
     LEVELS: tl.constexpr = 2**BITS - 1
     if METADATA == 2:
         return scale_and_zero(narrow_metadata(low, high, BITS), BITS)
@@ -28,10 +28,12 @@ def moment_kernel(
     query, valid, moment, heads, group, tokens, parts, query_batch, query_head, query_token,
     DIM: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of q q^T over STEPS blocks of a row's queries: float32 [rows, parts, DIM, DIM]. Grid: (rows, parts).
+    """Sums q q^T over STEPS blocks of a row's queries. Grid: (rows, parts).
 
     Args:
-        query: [batch, heads * group, tokens, DIM] with the strides given. valid: uint8 [batch, tokens], or None.
+        query: [batch, heads * group, tokens, DIM], with the strides given.
+        valid: uint8 [batch, tokens], or None.
+        moment: output, float32 [rows, parts, DIM, DIM].
     """
     row, part = tl.program_id(0), tl.program_id(1)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
@@ -52,20 +54,20 @@ def moment_kernel(
 
 @triton.jit
 def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """M^T of one row, from float32 [rows, DIM, DIM] to as many. Grid: (rows,).
+    """Computes M^T of one row; `moment` and `feedback` are float32 [rows, DIM, DIM]. Grid: (rows,).
 
-    A column of M is what is left of the damped moment's, over its diagonal element, when the columns before it are
-    eliminated.
+    A column of M is the damped moment's column after elimination of the columns before it, divided by its diagonal
+    element.
     """
     place = tl.program_id(0).to(tl.int64) * (DIM * DIM)
     row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     left = tl.load(moment + place + row * DIM + column, mask=(row < DIM) & (column < DIM), other=0.0)
     mean = tl.sum(tl.sum(tl.where(row == column, left, 0.0), 1), 0) * (1.0 / DIM)
-    # without queries nothing is fed back
+    # without queries there is no feedback
     left += tl.where(row == column, tl.where(mean > 0.0, DAMPING * mean, 1.0), 0.0)
     dim = tl.arange(0, WIDTH)
     for channel in range(DIM):
-        # of a symmetric matrix a row is a column
+        # the matrix is symmetric, so a row equals a column
         here = tl.sum(tl.where(row == channel, left, 0.0), 0)
         pivot = tl.sum(tl.where(dim == channel, here, 0.0), 0)
         weight = tl.where(dim >= channel, tl.div_rn(here, tl.zeros_like(here) + pivot), 0.0)
@@ -77,10 +79,12 @@ def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, 
 @triton.jit
 def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
                METADATA: tl.constexpr):  # fmt: skip
-    """What keys are to be quantised as.
+    """Returns a tile of keys rounded for quantisation.
 
     Args:
-        x: float32 [tokens, a, b]. dim: [1, a, b], the channel of each element; exists: whether there is one.
+        x: keys, float32 [tokens, a, b].
+        dim: channel of each element, [1, a, b].
+        exists: True for elements that exist, [1, a, b].
         matrix: pointers [tokens or 1, a, b] to the first row of the feedback of each key's row.
     """
     LEVELS: tl.constexpr = 2**BITS - 1
@@ -92,7 +96,7 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
         scale, zero_point = group_numbers(least, most, BITS, METADATA)
         low, high = tl.where(member, least[:, None, None], low), tl.where(member, most[:, None, None], high)
         step, zero = tl.where(member, scale[:, None, None], step), tl.where(member, zero_point[:, None, None], zero)
-    # a scale of 0 has code 0 alone
+    # a scale of 0 has the single code 0
     top = tl.where(step == 0.0, 0.0, LEVELS)
     step = tl.where(step == 0.0, 1.0, step)
     least_code = tl.minimum(tl.maximum(round_even(tl.div_rn(low - zero, step)), 0.0), top)
@@ -121,7 +125,7 @@ def round_keys_kernel(
     DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, METADATA: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rounds BLOCK keys: float32 [count, DIM] of what they are to be quantised as. Grid: (cdiv(count, BLOCK),)."""
+    """Rounds BLOCK keys for quantisation into `rounded`, float32 [count, DIM]. Grid: (cdiv(count, BLOCK),)."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     active = token < count
     dim = tl.arange(0, WIDTH)[None, None, :]

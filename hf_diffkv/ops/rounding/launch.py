@@ -12,14 +12,14 @@ from ..quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 from .kernels import feedback_kernel, moment_kernel, round_keys_kernel
 from .reference import DAMPING
 
-# of what programs hold as a matrix in registers
+# largest matrix that a program holds in registers, and the warps for it
 LARGEST_DIM, MOMENT_WARPS, FEEDBACK_WARPS = 128, 8, 16
-# queries of a product, and products of a program
+# queries per product, and products per program
 MOMENT_TOKENS, MOMENT_STEPS = 64, 32
 
 
 def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """As `rounding.second_moment`, in float32 and dims up to `LARGEST_DIM`; two launches."""
+    """Returns `rounding.second_moment` in float32, in two launches; supports dims up to `LARGEST_DIM`."""
     batch, query_heads, tokens, dim = query.shape
     if query.dtype not in TRITON_DTYPES or dim > LARGEST_DIM:
         raise ValueError(f"query {query.dtype} {tuple(query.shape)} must be half or float32 of dims to {LARGEST_DIM}.")
@@ -42,7 +42,7 @@ def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Ten
 
 
 def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """As `rounding.feedback_of`, of float32 and dims up to `LARGEST_DIM`; one launch behind the rotation."""
+    """Returns `rounding.feedback_of` in one launch after the rotation, for float32 and dims up to `LARGEST_DIM`."""
     if moment.dtype != torch.float32 or moment.shape[1] > LARGEST_DIM:
         raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} must be float32 of dims up to {LARGEST_DIM}.")
     if matrix is not None:
@@ -57,7 +57,7 @@ def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
-    """As `reference.round_keys`, in float32; one launch."""
+    """Rounds keys as `reference.round_keys`, in float32 and in one launch."""
     count, dim = key.shape
     if dim != tier.key_dim or key.dtype not in TRITON_DTYPES or feedback.shape[1:] != (dim, dim):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rounding keys in native code."""
+"""Rounds keys in native code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..backend import unit_stride
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
-    """As `reference.round_keys`, in float32.
+    """Rounds keys as `reference.round_keys`, in float32.
 
     Raises:
-        ValueError: tensors whose shapes do not fit.
-        CorruptMemoryError: a row without feedback.
+        ValueError: shapes of tensors do not fit.
+        CorruptMemoryError: a row has no feedback.
     """
     count, dim = key.shape
     if dim != tier.key_dim or row.shape != (count,) or feedback.shape[1:] != (dim, dim):

@@ -1,13 +1,14 @@
-"""Keys rounded for the queries that read them, in plain PyTorch.
+"""Rounding of keys for the queries that read them, in plain PyTorch.
 
-A logit changes by q . e where a key changes by e, so what counts is not e . e but the mean of (q . e)^2, which is e H e
-with H the mean of q q^T. Written as H = M D M^T, with M of ones on the diagonal and zeros above it, and D diagonal, it
-is the sum over channels k of D_k (e_k + sum over j > k of M_jk e_j)^2. So channels are rounded one after the other, the
-last first, each to the code that is nearest to its element less what the errors of those behind it add (LDLQ of QuIP,
-NeurIPS 2023, which is what GPTQ, ICLR 2023, does to weights; here queries take the place of a layer's inputs).
+If a key changes by e, a logit changes by q . e. The error to minimise is therefore not e . e but the mean of
+(q . e)^2, which is e H e, with H the mean of q q^T. With H = M D M^T, where M has ones on the diagonal and zeros above
+and D is diagonal, it equals the sum over channels k of D_k (e_k + sum over j > k of M_jk e_j)^2. So channels are
+rounded one by one, last channel first, each to the code nearest to its element minus the errors fed back from the later
+channels. This is LDLQ of QuIP (NeurIPS 2023), which GPTQ (ICLR 2023) applies to weights; here queries take the place of
+a layer's inputs.
 
-Scales and zero points are those of the element as it is. Codes follow from what comes out: it holds the least and the
-largest element of every group as they were, and elsewhere what its codes decode to.
+Scales and zero points are those of the unrounded key. The result keeps the smallest and the largest element of every
+group unchanged and has decoded codes elsewhere, so quantising it yields these codes.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from ...pages import TierLayout
 from ..backend import compute_dtype
 from ..quantize.reference import scale_and_zero_of
 
-# H gets this share of its mean diagonal, so that directions no query has yet pointed to count as well
+# share of H's mean diagonal added to it, so that directions without any query count as well
 DAMPING = 0.1
-# with more a key is near enough
+# keys of more bits are precise enough without it
 LARGEST_BITS = 6
 
 
 @dataclass(frozen=True, eq=False)
 class ModelFeedback:
-    """What `feedback_of` gives for each head of a model, whatever a request asks, and which of these heads some rows
-    have.
+    """Feedback matrices of a model's heads, independent of the request, and the heads that some rows belong to.
 
     Attributes:
-        matrix: bfloat16 [model_layers, model_heads, dim, dim], contiguous; shared by all that reads it.
-        layer, head: int64 [layers] and [heads], which of them rows have that are [layers, batch, heads].
+        matrix: result of `feedback_of` for each head, contiguous bfloat16 [model_layers, model_heads, dim, dim]; shared
+            by all readers.
+        layer, head: model index of the layers, int64 [layers], and of the heads, int64 [heads], of rows
+            [layers, batch, heads].
 
     Raises:
-        ValueError: a matrix of another form.
+        ValueError: the matrix has another shape or dtype, or is not contiguous.
     """
 
     matrix: Tensor
@@ -55,27 +57,27 @@ class ModelFeedback:
 
     @property
     def matrices(self) -> Tensor:
-        """Those of all heads, [model_layers * model_heads, dim, dim]."""
+        """Matrices of all heads, [model_layers * model_heads, dim, dim]."""
         return self.matrix.flatten(0, 1)
 
     def of_rows(self, rows: int) -> Tensor:
-        """Which of `matrices` each of so many rows has, int64 [rows]."""
+        """Returns the index into `matrices` of each of `rows` rows, int64 [rows]."""
         place = self.layer[:, None] * self.matrix.shape[1] + self.head
         batch = rows // place.numel()
         return place[:, None].expand(-1, batch, -1).reshape(-1)
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
-    """What keys are to be quantised as.
+    """Rounds keys for quantisation.
 
     Args:
-        key: [n, dim] as the store holds them.
-        row: int64 [n], of the request and head that each belongs to.
-        feedback: [rows, dim, dim] from `feedback_of`, or `ModelFeedback.matrices`.
-        tier: the format they are to be stored in, of at most `LARGEST_BITS`.
+        key: keys in the store's form, [n, dim].
+        row: row (request and head) of each key, int64 [n].
+        feedback: result of `feedback_of`, [rows, dim, dim], or `ModelFeedback.matrices`.
+        tier: layout that the keys will be stored in, of at most `LARGEST_BITS` bits.
 
     Returns:
-        [n, dim] in the dtype of the computation.
+        Keys to quantise, [n, dim] in the compute dtype.
     """
     dtype = compute_dtype(key.dtype)
     groups, levels = tier.k_groups, 2**tier.k_bits - 1
@@ -83,15 +85,15 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     step, zero = scale_and_zero_of(low, high, tier.k_bits, tier.key_metadata)
     step, zero, low, high = (part.to(dtype).expand_as(grouped).flatten(1) for part in (step, zero, low, high))
-    # a scale of 0 has code 0 alone
+    # a scale of 0 has the single code 0
     top = torch.where(step == 0, 0.0, levels)
     step = torch.where(step == 0, 1.0, step)
     exact = key.float().to(dtype)
     least, most = (((end - zero) / step).round().clamp(min=0).minimum(top) for end in (low, high))
-    # the ends of the range have one code
+    # the ends of the range have one possible code
     is_low, is_high = exact == low, exact == high
     most, least = torch.where(is_low, least, most), torch.where(is_high & ~is_low, most, least)
-    # of what the codes decode to
+    # error of the decoded codes
     error, decoded = torch.zeros_like(exact), torch.empty_like(exact)
     for channel in reversed(range(exact.shape[1])):
         x, behind = exact[:, channel], slice(channel + 1, None)

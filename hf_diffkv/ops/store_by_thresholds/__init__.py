@@ -1,1 +1,1 @@
-"""Many new tokens enter rows whose tokens are chosen by thresholds: all that a row holds is levelled anew."""
+"""Stores many new tokens in rows with selection by thresholds; the levels of all tokens of a row are decided again."""

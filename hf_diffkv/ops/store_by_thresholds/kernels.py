@@ -1,34 +1,35 @@
-"""Many new tokens enter rows whose tokens are chosen by thresholds (Triton); DiffKV, section 4.2.
+"""Triton kernels that store many new tokens in rows with selection by thresholds (DiffKV, section 4.2).
 
-    decide        what every token received is added to its sum, and its level decided; how many of each there are
-    count         how many come before each block, what a row keeps and gains, which pages it lacks and gives back
-    list          a token's rank among its like, slots that become free, page ids of the rows, new ones included
-    demote        tokens that sink to the low level go there, and low tokens behind the row's new end move up
-    close         high tokens behind the row's new end move up
-    level_window  tokens that leave the window go to their level
-    level_new     new tokens go to their level, or stay in the window
-    finish        counts, lengths, windows, the page table and the free list follow
+    decide        adds the received attention to every token's sum, decides its level, and counts the levels
+    count         counts the tokens before each block, those a row keeps and gains, and the pages it lacks and frees
+    list          lists each token's rank among its kind, the slots that become free, and the rows' page ids
+    demote        moves demoted tokens to the low tier, and low tokens beyond the row's new end forward
+    close         moves high tokens beyond the row's new end forward
+    level_window  stores the tokens that leave the window at their level
+    level_new     stores the new tokens at their level, or in the window
+    finish        updates counts, lengths, windows, the page table and the free list
 
-`demote` and `close` are left out where nothing is stored, `level_window` too. Sums of keys and offsets that are fixed
-(ops/store_uniform) come first.
+`demote`, `close` and `level_window` are skipped if nothing is stored. Before all of these, sums of keys are computed
+and offsets fixed if necessary (ops/store_uniform).
 
-A token has a column: of the P columns of what was there before, a row's high tokens come first, then its low ones,
-then those of its window by position; the new ones follow as they came. What is kept stays in its slot if that is below
-the tier's new count. The slots below it that are free, in order, go first to those that are added to the tier, in order
-of their columns, then to those that are kept behind the new end, the last first. So a slot that is written is never
-one that is still to be read but by a launch before.
+Each token has a column. The first P columns are the tokens before: a row's high tokens, then its low ones, then those
+of its window by position. The new tokens follow in their order. A kept token stays in its slot if the slot is below the
+tier's new count. The free slots below that count are assigned in order, first to the tokens added to the tier, in order
+of their columns, then to the kept tokens beyond the new end, last token first. So a launch never writes a slot that it,
+or a later launch, still has to read.
 
-    level    int8 [rows, columns], as in pages/rows.py
-    before   int32 [rows, blocks, 4], first the counts of a block, then of all blocks before it: tokens kept in the high
-             and the low tier, tokens added to the high and the low tier
-    plan     int32 [6, rows]: these four of the whole row, pages that it lacks, pages that it gives back
-    order    int32 [rows, columns]: rank among the added ones of the tier; of kept ones that from the last on
-    target   int32 [rows, P], free slots among the old ones of the high tier, and from the first low column on of the
+    level    level of each token (pages/rows.py), int8 [rows, columns]
+    before   tokens kept in the high and the low tier and tokens added to them, int32 [rows, blocks, 4]: first of each
+             block, later of all blocks before it
+    plan     these four counts of the whole row, pages it lacks, pages it frees, int32 [6, rows]
+    order    rank among the tier's added tokens; for kept tokens the rank from the last one, int32 [rows, columns]
+    target   free slots among the old ones, int32 [rows, P]: of the high tier, and from the first low column on of the
              low tier
-    entries  int32 [rows, 2, width], page ids of both tiers
-    ring_state  int64 [3], the free list's state before
+    entries  page ids of both tiers, int32 [rows, 2, width]
+    ring_state  the free list's state before, int64 [3]
 
-Rows are (request, head). `length`, `window_start` and `sink_end` are int64 [batch] as they were before these tokens.
+Rows are (request, head). `length`, `window_start` and `sink_end` are int64 [batch], with the values before the new
+tokens.
 """
 
 from __future__ import annotations
@@ -44,19 +45,23 @@ from ..store_uniform.kernels import CAPACITY, FREE, LENGTHS, START, new_start
 PADDING_LEVEL, PRUNED_LEVEL = tl.constexpr(pages.PADDING_LEVEL), tl.constexpr(pages.PRUNED_LEVEL)
 LOW_LEVEL, HIGH_LEVEL = tl.constexpr(pages.LOW_LEVEL), tl.constexpr(pages.HIGH_LEVEL)
 WINDOW_LEVEL = tl.constexpr(pages.WINDOW_LEVEL)
-# what is of one layer, and so stands at any address, as LENGTHS do
+# arguments of one layer, whose addresses may have any alignment, as LENGTHS do
 COUNTS = ("high_count", "low_count")
 LAYER = ("table", *COUNTS, *LENGTHS)
-# rows of `plan`, the first two for both tiers
+# rows of `plan`; KEPT and ADDED have one for each tier
 KEPT, ADDED, LACKS, GIVES = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4), tl.constexpr(5)
 
 
 @triton.jit
 def add_to_sums(pages, table, width, index, received, active, length, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Sums of a row's stored tokens grow: float32, not rounded to what pages hold, and their positions, int32.
+    """Adds received attention to the sums of a row's stored tokens.
+
+    Returns the sums, float32 before they are rounded for storage, and the positions, int32.
 
     Args:
-        table: of the row. index: int32, of tokens within row and tier. length: of the row from now on.
+        table: pointer to the row's page table.
+        index: index of each token within row and tier, int32.
+        length: new length of the row.
     """
     page = tl.load(table + column(index // TIER.capacity, width, IS_LOW), mask=active, other=0).to(tl.int64)
     base = pages + page * TIER.page_bytes
@@ -74,7 +79,7 @@ def add_to_sums(pages, table, width, index, received, active, length, TIER: tl.c
 
 @triton.jit
 def kinds(high_count, low_count, row, token):
-    """Which columns are the row's high tokens, and its low ones; how many there are of both tiers, int32."""
+    """Returns masks of the columns that are high and low tokens of the row, and the counts of both, int32."""
     high, low = tl.load(high_count + row), tl.load(low_count + row)
     return token < high, (token >= high) & (token < high + low), high, low
 
@@ -91,11 +96,12 @@ def decide_kernel(
     rank, count, level, before, heads, width, tokens, window, slots, sink_slots, past,
     HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(past + tokens, BLOCK)).
+    """Updates sums, decides levels and counts them per block. Grid: (rows, cdiv(past + tokens, BLOCK)).
 
     Args:
-        received: float32 [rows, past + tokens]. past: P.
-        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
+        received: float32 [rows, past + tokens].
+        rank: number of real tokens before each, int32 [batch, tokens], -1 for padding; None if all are real.
+        past: number of columns before the new tokens, P.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     request = row // heads
@@ -135,7 +141,7 @@ def decide_kernel(
     low_limit = tl.div_rn(tl.load(alpha_low + row) + tl.zeros((BLOCK,), tl.float32), tokens_seen)
     earned = tl.where(mean >= low_limit, LOW_LEVEL, PRUNED_LEVEL)
     earned = tl.where(mean >= high_limit, HIGH_LEVEL, earned)
-    # no stored token rises
+    # no stored token is promoted
     earned = tl.where(is_low, tl.minimum(earned, LOW_LEVEL), earned)
     earned = tl.where(is_new & ((position < sinks) | (position >= start)), WINDOW_LEVEL, earned)
     earned = tl.where(is_high | is_low | is_new, earned, PADDING_LEVEL)
@@ -153,7 +159,7 @@ def count_kernel(
     before, plan, high_count, low_count, state, ring_state, rows, blocks,
     HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,)."""
+    """Accumulates the blocks' counts and plans each row's pages. Grid: (rows,)."""
     row = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     kind = tl.arange(0, 4)[None, :]
@@ -171,7 +177,7 @@ def count_kernel(
     tl.store(plan + kind * rows + row, total)
     held = tl.where(kind % 2 == 0, tl.load(high_count + row), tl.load(low_count + row))
     capacity = tl.where(kind % 2 == 0, HIGH.capacity, LOW.capacity)
-    # kept and added ones of a tier stand two apart
+    # kept and added counts of a tier are two entries apart
     pair = (kind[:, None] % 2 == kind[None, :] % 2).to(tl.int32)
     after = tl.sum(pair * total[None, :], 1)
     grows = (after + capacity - 1) // capacity - (held + capacity - 1) // capacity
@@ -185,7 +191,7 @@ def count_kernel(
 
 @triton.jit
 def tier_pages(plan, count, row, rows, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Pages that a row's tier has and will have."""
+    """Returns the number of pages that a row's tier has and will have."""
     after = tl.load(plan + (KEPT + IS_LOW) * rows + row) + tl.load(plan + (ADDED + IS_LOW) * rows + row)
     held = tl.load(count + row)
     return (held + TIER.capacity - 1) // TIER.capacity, (after + TIER.capacity - 1) // TIER.capacity
@@ -193,7 +199,7 @@ def tier_pages(plan, count, row, rows, TIER: tl.constexpr, IS_LOW: tl.constexpr)
 
 @triton.jit
 def list_pages(ring, ring_state, table, entries, have, need, place, width, IS_LOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Page ids of one tier of a row, taken from the free list from `place` on where it lacks them."""
+    """Lists the page ids of one tier of a row; missing pages are taken from the free list from `place` on."""
     lane = tl.arange(0, CHUNK)
     capacity = tl.maximum(tl.load(ring_state + CAPACITY), 1)
     first = 0
@@ -209,7 +215,7 @@ def list_pages(ring, ring_state, table, entries, have, need, place, width, IS_LO
 @triton.jit
 def list_block(level, before, plan, order, target, high_count, low_count, row, block, blocks, rows, columns, past,
                BLOCK: tl.constexpr):  # fmt: skip
-    """Ranks of a block's tokens, and its slots that become free."""
+    """Lists the ranks of a block's tokens, and its slots that become free."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     there = token < columns
     place = row.to(tl.int64) * columns + token
@@ -237,7 +243,10 @@ def list_kernel(
     ring, ring_state, table, entries, level, before, plan, order, target, high_count, low_count, rows, width, columns,
     past, blocks, HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, blocks + 1), the last for the pages; columns: P and the new tokens."""
+    """Lists ranks and free slots of each block, and in the last program the pages of a row. Grid: (rows, blocks + 1).
+
+    `columns` is P plus the number of new tokens.
+    """
     row, block = tl.program_id(0), tl.program_id(1)
     if block < blocks:
         list_block(level, before, plan, order, target, high_count, low_count, row, block, blocks, rows, columns, past,
@@ -256,7 +265,7 @@ def list_kernel(
 
 @triton.jit
 def give_pages(ring, capacity, own, have, need, place, CHUNK: tl.constexpr):
-    """Gives a tier's pages from the `need`-th on back, to the free list from `place` on."""
+    """Returns a tier's pages from the `need`-th on to the free list, from `place` on."""
     lane = tl.arange(0, CHUNK)
     first = need
     while first < have:
@@ -271,7 +280,10 @@ def finish_kernel(
     ring, state, ring_state, table, entries, plan, high_count, low_count, count, length, window_start, rows, heads,
     width, tokens, window, HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). A row's program alone reads its counts, and of a request that of its first head its lengths."""
+    """Updates counts, lengths, windows, the page table and the free list. Grid: (rows,).
+
+    Only a row's own program reads its counts, and only the program of a request's first head reads its lengths.
+    """
     row = tl.program_id(0)
     given, gives = sum_totals(plan + GIVES * rows, row, rows, CHUNK)
     start, free = tl.load(ring_state + START), tl.load(ring_state + FREE)

@@ -1,4 +1,4 @@
-"""Launcher of the kernels by which rows are levelled anew: at most ten launches, no read of the device."""
+"""Launcher of the kernels that decide all levels of rows again: at most ten launches, without reading the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..store_uniform.launch import ROUNDING_WARPS, few_tokens, fix_offsets, give
 from .kernels import count_kernel, decide_kernel, finish_kernel, list_kernel
 from .move_kernels import close_kernel, demote_kernel, level_new_kernel, level_window_kernel
 
-# tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted so
+# tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted at a time
 BLOCK, CHUNK = 256, 128
 
 
@@ -27,20 +27,22 @@ def store_by_thresholds(
     placement: Placement,
     received: Tensor,
 ) -> None:
-    """Adds to the sums of all tokens of every request, new ones included, and levels all that is outside the windows.
+    """Updates the sums of all tokens, new ones included, and decides the levels of all tokens outside the windows.
 
-    A token is high where its mean is alpha_high / N or more, low from alpha_low / N on, and pruned below (DiffKV,
-    section 4.2); N is the request's length with the new tokens. No stored token rises. By kernels alone, which read
-    nothing from the device.
+    A token is high if its mean is at least alpha_high / N, low if it is at least alpha_low / N, and pruned otherwise
+    (DiffKV, section 4.2). N is the request's length including the new tokens. No stored token is promoted. Only kernels
+    run; nothing is read from the device.
 
     Args:
-        rows: of pages with scores and positions; the free list holds all pages that they may lack, before any is given
-            back.
-        received: float32 [batch, heads, P + tokens], attention received in this forward: by what a row held (high
-            tokens, low ones, those of the window by position; P of the longest row), then by the new tokens.
+        rows: rows whose pages have scores and positions; the free list must hold all pages that they may lack, before
+            any page is freed.
+        new: new tokens.
+        placement: form in which the tokens are stored.
+        received: attention received in this forward, float32 [batch, heads, P + tokens]: first by the tokens of the row
+            (high, low, then window by position; P is the length of the longest row), then by the new tokens.
 
     Raises:
-        ValueError: tokens that are not of these rows, or of a dtype without kernels; `received` of another shape.
+        ValueError: the tokens do not fit the rows, kernels do not support their dtype, or `received` has another shape.
     """
     check_dtype(rows.dtype)
     rows.check_tokens(new.key, new.value)

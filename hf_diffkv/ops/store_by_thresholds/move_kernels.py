@@ -1,6 +1,6 @@
-"""Where stored, exact and new tokens go once levels are decided (Triton); see `kernels.py`.
+"""Triton kernels that move stored, exact and new tokens after their levels are decided; see `kernels.py`.
 
-Tiles are those of `quantize/kernels.py`, [tokens, planes, bytes of a plane].
+Tiles are [tokens, planes, bytes of a plane], as in `quantize/kernels.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, PADDING_
 
 @triton.jit
 def place_of(entries, row, width, index, active, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Pages (int64) and slots of a row's tokens `index`."""
+    """Returns pages (int64) and slots of a row's tokens `index`."""
     entry = entries + (row.to(tl.int64) * 2 + IS_LOW) * width + index // TIER.capacity
     return tl.load(entry, mask=active, other=0).to(tl.int64), index % TIER.capacity
 
@@ -35,7 +35,7 @@ def place_of(entries, row, width, index, active, TIER: tl.constexpr, IS_LOW: tl.
 @triton.jit
 def target_of(entries, target, plan, high_count, low_count, row, rows, rank, active, width, past, TIER: tl.constexpr,
               IS_LOW: tl.constexpr):  # fmt: skip
-    """Pages and slots that the free slot `rank` of a row's tier is."""
+    """Returns page and slot of the `rank`-th free slot of a row's tier."""
     kept = tl.load(plan + (KEPT + IS_LOW) * rows + row)
     high = tl.load(high_count + row)
     first = high if IS_LOW else 0
@@ -54,7 +54,7 @@ def numbers_tile(pages, page, slot, score, position, active, TIER: tl.constexpr)
 @triton.jit
 def demoted_tile(pages, from_page, from_slot, active, HIGH: tl.constexpr, LOW: tl.constexpr, IS_KEY: tl.constexpr,
                  DTYPE: tl.constexpr):  # fmt: skip
-    """Keys or values of high tokens, in the order that their low tier is packed in."""
+    """Reads keys or values of high tokens, in the order in which the low tier is packed."""
     codes, metadata = rows_at(pages + from_page * HIGH.page_bytes, from_slot, HIGH, IS_KEY)
     dim, exists = tier_dims(LOW, IS_KEY)
     return read_tile(codes, metadata, active, dim, exists, HIGH, IS_KEY, DTYPE)
@@ -65,8 +65,11 @@ def demote_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, feedback, rows, width, columns, past,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(past, BLOCK)). feedback: float32 [rows, key_dim, key_dim] that keys are rounded with
-    (ops/rounding), or None."""
+    """Demotes high tokens, and moves low tokens beyond the new end forward. Grid: (rows, cdiv(past, BLOCK)).
+
+    Args:
+        feedback: matrices by which keys are rounded (ops/rounding), float32 [rows, key_dim, key_dim], or None.
+    """
     row = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     earned = tl.load(level + row.to(tl.int64) * columns + token, mask=token < past, other=PADDING_LEVEL)
@@ -100,7 +103,7 @@ def close_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, rows, width, columns, past,
     HIGH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(past, BLOCK))."""
+    """Moves high tokens beyond the new end forward. Grid: (rows, cdiv(past, BLOCK))."""
     row = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     earned = tl.load(level + row.to(tl.int64) * columns + token, mask=token < past, other=PADDING_LEVEL)
@@ -122,7 +125,7 @@ def targets(
     entries, target, plan, level, order, high_count, low_count, row, rows, column, there, width, columns, past,
     HIGH: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Which exact tokens are high and which low from now on, and where they go: page and slot of each tier."""
+    """Returns which exact tokens become high and low, and their target page and slot in each tier."""
     place = row.to(tl.int64) * columns + column
     earned = tl.load(level + place, mask=there, other=PADDING_LEVEL)
     is_high, is_low = there & (earned == HIGH_LEVEL), there & (earned == LOW_LEVEL)
@@ -144,8 +147,12 @@ def level_window_kernel(
     window_start, sink_end, shift, feedback, rows, heads, width, columns, past, slots, sink_slots,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
-    window, or None; feedback: as in `demote_kernel`."""
+    """Stores tokens that leave the window at their level. Grid: (rows, cdiv(slots, BLOCK)).
+
+    Args:
+        shift: offset to subtract from all keys that were in the window, float32 [rows, key_dim], or None.
+        feedback: matrices by which keys are rounded, as in `demote_kernel`.
+    """
     row = tl.program_id(0)
     request = row // heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -170,7 +177,7 @@ def level_window_kernel(
     x = window_tile(window_key, place, there, LOW, True)
     if shift is not None:
         x = rounded(less(x, shift, row, LOW), DTYPE)
-        # all of a token is read, and by this program alone, before what stays in the window is written
+        # this program alone reads its tokens, and has read them completely before it writes the remaining ones
         tl.debug_barrier()
         keep_tile(x, window_key, place, stays, LOW, True, DTYPE)
     stored_key(x, pages, low_page, low_slot, feedback, row, is_low, LOW, DTYPE)
@@ -197,7 +204,10 @@ def level_new_kernel(
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr,
     INNER: tl.constexpr, DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(tokens, BLOCK)); arguments as in `store_new_kernel` and `decide_kernel`."""
+    """Stores new tokens at their level or in the window. Grid: (rows, cdiv(tokens, BLOCK)).
+
+    Arguments as in `store_new_kernel` and `decide_kernel`.
+    """
     row = tl.program_id(0)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

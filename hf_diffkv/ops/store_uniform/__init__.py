@@ -1,1 +1,1 @@
-"""Many new tokens enter rows that keep every token, in order: quantised into pages, or kept in the window."""
+"""Stores many new tokens in rows without token selection: quantised into pages in order, or exact in the window."""

@@ -1,17 +1,17 @@
-"""Many new tokens enter rows that keep every token, in order (Triton): pages without scores and positions.
+"""Triton kernels that store many new tokens in order, in pages without scores and positions.
 
-    sum_keys       sums of the new keys, where some row may be centred (offset_kernels.py)
-    fix_offsets    the rows' offsets, and what their windows are to be shifted by (the same)
-    take_pages     page ids from the free list for what will leave the windows
-    leave_window   tokens that were in a window are centred anew, and quantised where they leave it
-    store_new      new tokens are rotated, centred, checked and quantised into their pages, or stay in the window
-    advance        counts, lengths, windows and the free list follow
+    sum_keys       sums the new keys, if a row may be centred (offset_kernels.py)
+    fix_offsets    fixes the rows' offsets, and computes the shift of their windows (offset_kernels.py)
+    take_pages     takes page ids from the free list for the tokens that leave the windows
+    leave_window   centres the tokens of the windows, and quantises those that leave
+    store_new      rotates, centres and checks new tokens, and quantises them into pages or keeps them in the window
+    advance        updates counts, lengths, windows and the free list
 
-Token p of a request is in the window where p < sink_end or p >= start, and otherwise the (p - sink_end)-th of its row.
-Rows are low where `alpha_high`, float32 [rows], is above 0; where there is one tier, it and `low_count` are None.
-Rows are (request, head), tiles those of `quantize/kernels.py`, [tokens, planes, bytes of a plane]. Where nothing else
-is said, `length`, `window_start` and `sink_end` are int64 [batch] as they were before these tokens, and `count` int64
-[batch] says how many real ones there are, None for `tokens` of each.
+Token p of a request is in the window if p < sink_end or p >= start; otherwise it is the (p - sink_end)-th token of its
+row. A row is low if `alpha_high`, float32 [rows], is above 0. With one tier, `alpha_high` and `low_count` are None.
+Rows are (request, head). Tiles are [tokens, planes, bytes of a plane], as in `quantize/kernels.py`. Unless stated
+otherwise, `length`, `window_start` and `sink_end` are int64 [batch], with the values before the new tokens, and `count`
+is the number of new real tokens, int64 [batch], or None if all `tokens` are real.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, wr
 from ..rotation_kernel import rotated_tile, rounded
 from ..rounding.kernels import MOST_BITS, round_tile
 
-# what is of one layer, and so stands at any address
+# arguments of one layer, whose addresses may have any alignment
 LENGTHS = ("length", "window_start", "sink_end")
 ALPHA_AND_COUNTS = ("alpha_high", "high_count", "low_count")
 START, FREE, CAPACITY = tl.constexpr(pool.START), tl.constexpr(pool.FREE), tl.constexpr(pool.CAPACITY)
@@ -33,7 +33,7 @@ START, FREE, CAPACITY = tl.constexpr(pool.START), tl.constexpr(pool.FREE), tl.co
 
 @triton.jit
 def new_start(count, length, window_start, request, there, tokens, window):
-    """Where windows start once the new tokens are there, and how many tokens there are then; int64."""
+    """Returns the windows' start and the requests' length including the new tokens, int64."""
     more = tokens
     if count is not None:
         more = tl.load(count + request, mask=there, other=0)
@@ -43,7 +43,7 @@ def new_start(count, length, window_start, request, there, tokens, window):
 
 @triton.jit
 def is_low(alpha_high, row):
-    """Whether a row is low; None, which is false when a kernel is compiled, where there is one tier."""
+    """Returns whether a row is low; None with one tier, which compiles as False."""
     low = None
     if alpha_high is not None:
         low = tl.load(alpha_high + row) > 0
@@ -52,7 +52,7 @@ def is_low(alpha_high, row):
 
 @triton.jit
 def low_rows(alpha_high, row, there):
-    """Which rows are low."""
+    """Returns a mask of the low rows."""
     low = tl.zeros_like(there)
     if alpha_high is not None:
         low = tl.load(alpha_high + row, mask=there, other=0.0) > 0
@@ -61,7 +61,7 @@ def low_rows(alpha_high, row, there):
 
 @triton.jit
 def pages_of(tokens, low, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr):
-    """Pages that so many tokens of each row take."""
+    """Returns the number of pages that `tokens` tokens of each row take."""
     high_pages = (tokens + HIGH_TOKENS - 1) // HIGH_TOKENS
     if HIGH_TOKENS == LOW_TOKENS:
         pages = high_pages
@@ -73,7 +73,7 @@ def pages_of(tokens, low, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr):
 @triton.jit
 def row_counts(alpha_high, high_count, low_count, count, length, window_start, sink_end, row, there, heads, tokens,
                window, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr):  # fmt: skip
-    """Tokens of rows once the new ones are there, the pages that they have, and those that they lack."""
+    """Returns the rows' stored tokens including the new ones, the pages they have, and the pages they lack."""
     request = row // heads
     start, _ = new_start(count, length, window_start, request, there, tokens, window)
     after = (start - tl.load(sink_end + request, mask=there, other=0)).to(tl.int32)
@@ -91,7 +91,10 @@ def take_pages_kernel(
     ring, state, table, alpha_high, high_count, low_count, count, length, window_start, sink_end, rows, heads, width,
     tokens, window, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). The free list itself follows in `advance_kernel`, as all rows read where it starts."""
+    """Takes the pages that rows lack. Grid: (rows,).
+
+    The free list is updated by `advance_kernel`, because all rows read its start.
+    """
     row = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     before = tl.zeros((CHUNK,), tl.int32)
@@ -125,7 +128,10 @@ def advance_kernel(
     state, alpha_high, high_count, low_count, count, length, window_start, sink_end, rows, batch, heads, tokens, window,
     HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program: every row reads what is written of its request in the end."""
+    """Updates counts, lengths, windows and the free list, in one program.
+
+    One program, because all rows read the lengths of their request, which are written last.
+    """
     lane = tl.arange(0, CHUNK)
     taken = tl.zeros((CHUNK,), tl.int32)
     first = 0
@@ -159,16 +165,18 @@ def advance_kernel(
 @triton.jit
 def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, TIER: tl.constexpr, IS_KEY: tl.constexpr,
              INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
-    """Rotates tokens: a tile in float32, and whether each may be stored. Arguments as in `rotated_tile`.
+    """Loads and rotates tokens; returns a float32 tile and whether each token can be stored.
+
+    Further arguments as in `rotated_tile`.
 
     Args:
-        matrix: contiguous, or None.
-        limit: none of a token's elements may be larger, rotated or not; where it is rotated, its norm decides.
+        matrix: contiguous rotation, or None.
+        limit: largest magnitude of an element; with a rotation, largest norm of a token.
     """
     if matrix is None:
         dim, exists = tier_dims(TIER, IS_KEY)
         x = tl.load(rows[:, None, None] + dim, mask=active[:, None, None] & exists, other=0.0).to(tl.float32)
-        # a comparison with NaN is false
+        # NaN fails the comparison
         wrong = exists & ~(tl.abs(x) <= limit)
         good = tl.sum(tl.sum(wrong.to(tl.int32), 2), 1) == 0
     else:
@@ -182,14 +190,14 @@ def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, TIER: tl.constexpr
 
 @triton.jit
 def page_tile(x, pages, number, place, leaves, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantises a tile of keys or values to the slots `place` of the pages `number`, int64 [tokens] each."""
+    """Quantises a tile of keys or values into the slots `place` of the pages `number`, int64 [tokens] each."""
     codes, metadata = rows_at(pages + number * TIER.page_bytes, place, TIER, IS_KEY)
     write_tile(x, codes, metadata, leaves, TIER, IS_KEY, DTYPE)
 
 
 @triton.jit
 def stored_key(x, pages, number, place, feedback, row, leaves, TIER: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantises a tile of keys of one row, rounded by `feedback` where that is given and bits are few."""
+    """Quantises a tile of keys of one row, rounded by `feedback` if it is given and the keys have few bits."""
     if feedback is not None and TIER.k_bits <= MOST_BITS:
         dim, exists = tier_dims(TIER, True)
         matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
@@ -199,7 +207,7 @@ def stored_key(x, pages, number, place, feedback, row, leaves, TIER: tl.constexp
 
 @triton.jit
 def window_tile(window, window_row, active, TIER: tl.constexpr, IS_KEY: tl.constexpr):
-    """A tile of what windows hold, [rows * slots, DIM]; window_row: int64 [tokens]."""
+    """Loads a tile of the windows, [rows * slots, DIM]; `window_row` is int64 [tokens]."""
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     dim, exists = tier_dims(TIER, IS_KEY)
     mask = active[:, None, None] & exists
@@ -208,14 +216,14 @@ def window_tile(window, window_row, active, TIER: tl.constexpr, IS_KEY: tl.const
 
 @triton.jit
 def less(x, offset, row, TIER: tl.constexpr):
-    """A tile of keys of one row less its offset, float32 [rows, key_dim]."""
+    """Subtracts a row's offset, float32 [rows, key_dim], from a tile of its keys."""
     dim, exists = tier_dims(TIER, True)
     return x - tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
 
 
 @triton.jit
 def keep_tile(x, window, window_row, stays, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Writes a tile to the window, [rows * slots, DIM]; window_row: int64 [tokens]."""
+    """Writes a tile to the windows, [rows * slots, DIM]; `window_row` is int64 [tokens]."""
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     dim, exists = tier_dims(TIER, IS_KEY)
     bits = stored_bits(x, DTYPE)
@@ -225,15 +233,17 @@ def keep_tile(x, window, window_row, stays, TIER: tl.constexpr, IS_KEY: tl.const
 
 @triton.jit
 def page_of(table, row, width, index, leaves, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Page and slot of a row's tokens `index`, int64 [tokens]."""
+    """Returns page and slot of a row's tokens `index`, int64 [tokens]."""
     entry = table + row.to(tl.int64) * width + column(index // TIER.capacity, width, IS_LOW)
     return tl.load(entry, mask=leaves, other=0).to(tl.int64), index % TIER.capacity
 
 
 @triton.jit
 def new_tokens(token, rank, count, length, window_start, sink_end, request, tokens, window):
-    """Which of a row's new tokens are real, their positions, where sinks end, and which of them stay in the window;
-    arguments as in `store_new_kernel`."""
+    """Returns which of a row's new tokens are real, their positions, the sinks' end, and which stay in the window.
+
+    Arguments as in `store_new_kernel`.
+    """
     order = token
     real = token < tokens
     if rank is not None:
@@ -247,7 +257,7 @@ def new_tokens(token, rank, count, length, window_start, sink_end, request, toke
 
 @triton.jit
 def slot_of(position, sinks, row, slots, sink_slots):
-    """Slots of tokens among those of all windows, int64."""
+    """Returns the slots of tokens among the slots of all windows, int64."""
     slot = tl.where(position < sinks, position, sink_slots + position % (slots - sink_slots))
     return slot + row.to(tl.int64) * slots
 
@@ -260,10 +270,13 @@ def enter_tile(
     TIER: tl.constexpr, IS_LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
     DTYPE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row's new tokens goes to the row's tier, or stays in the window.
+    """Stores a tile of a row's new tokens in the row's tier or in the window.
+
+    Further arguments as in `store_new_kernel`.
 
     Args:
-        token: of the new ones; real, position, sinks, stays: as of `new_tokens`. Others as in `store_new_kernel`.
+        token: index of each token among the new ones.
+        real, position, sinks, stays: results of `new_tokens`.
     """
     leaves = real & ~stays
     number, place = page_of(table, row, width, position - sinks, leaves, TIER, IS_LOW)
@@ -301,13 +314,14 @@ def store_new_kernel(
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
     DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(tokens, BLOCK)).
+    """Stores new tokens in pages or in the window. Grid: (rows, cdiv(tokens, BLOCK)).
 
     Args:
-        key, value: [batch, heads, tokens, dim] of the model, with the strides given.
-        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
-        offset: float32 [rows, key_dim], what keys are held less by, or None. invalid: uint8 [1].
-        feedback: float32 [rows, key_dim, key_dim] that keys are rounded with (ops/rounding), or None.
+        key, value: key and value states of the model, [batch, heads, tokens, dim], with the strides given.
+        rank: number of real tokens before each, int32 [batch, tokens], -1 for padding; None if all are real.
+        offset: offset to subtract from keys, float32 [rows, key_dim], or None.
+        invalid: flag set if a token cannot be stored, uint8 [1].
+        feedback: matrices by which keys are rounded (ops/rounding), float32 [rows, key_dim, key_dim], or None.
     """
     row = tl.program_id(0)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
@@ -336,10 +350,13 @@ def leave_tile(
     pages, table, window_key, window_value, slot, token, there, leaves, sinks, shift, feedback, row, width, slots,
     TIER: tl.constexpr, IS_LOW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """What leaves of a tile of a row's window goes to the row's tier.
+    """Stores the leaving tokens of a tile of a row's window in the row's tier.
+
+    Further arguments as in `leave_window_kernel`.
 
     Args:
-        slot: of the window; token, there: as of `token_in_slot`. Others as in `leave_window_kernel`.
+        slot: slots of the window.
+        token, there: results of `token_in_slot`.
     """
     number, place = page_of(table, row, width, token - sinks, leaves, TIER, IS_LOW)
     window_row = slot + row.to(tl.int64) * slots
@@ -364,8 +381,12 @@ def leave_window_kernel(
     feedback, heads, width, tokens, window, slots, sink_slots,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
-    window, or None; feedback: as in `store_new_kernel`."""
+    """Stores the tokens that leave the windows, and shifts the remaining ones. Grid: (rows, cdiv(slots, BLOCK)).
+
+    Args:
+        shift: offset to subtract from all keys that were in the window, float32 [rows, key_dim], or None.
+        feedback: matrices by which keys are rounded, as in `store_new_kernel`.
+    """
     row = tl.program_id(0)
     request = row // heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -385,7 +406,7 @@ def leave_window_kernel(
 
 @triton.jit
 def token_in_slot(slot, start, length, sink_end, sink_slots, slots):
-    """The token in each slot of a window, int64, and whether there is one; see `pages/rows.py`."""
+    """Returns the token in each slot of a window, int64, and whether there is one; see `pages/rows.py`."""
     ring = slots - sink_slots
     back = (length - 1 - (slot - sink_slots)) % ring
     back = tl.where(back < 0, back + ring, back)

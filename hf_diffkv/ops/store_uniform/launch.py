@@ -1,4 +1,4 @@
-"""Launcher of the kernels by which many new tokens enter rows: at most six launches, no read of the device."""
+"""Launcher of the kernels that store many new tokens: at most six launches, without reading the device."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from .offset_kernels import fix_offsets_kernel, sum_keys_kernel
 
 ROWS_CHUNK = 256
 SUM_TOKENS, SUM_STEPS = 32, 16
-# of a tile of keys that is rounded, which takes more registers; so it is of fewer tokens, too
+# warps for a tile of keys that is rounded, which takes more registers and therefore has fewer tokens
 ROUNDING_WARPS = 8
 
 
 def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:
-    """Stores new tokens of every request behind its others; what has left the window then is quantised.
+    """Appends new tokens to every request, and quantises the tokens that leave the windows.
 
-    By kernels alone, which read nothing from the device.
+    Only kernels run; nothing is read from the device.
 
     Args:
-        rows: of pages without scores and positions, low where `alpha_high` is above 0; the free list holds all pages
-            that they will lack.
+        rows: rows whose pages have no scores and positions, low where `alpha_high` is above 0; the free list must hold
+            all pages that they will lack.
+        new: new tokens.
+        placement: form in which the tokens are stored.
         holds: whether any window holds a token.
 
     Raises:
-        ValueError: tokens that are not of these rows, or of a dtype without kernels.
+        ValueError: the tokens do not fit the rows, or kernels do not support their dtype.
     """
     check_dtype(rows.dtype)
     rows.check_tokens(new.key, new.value)
@@ -61,10 +63,11 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
 
 
 def fix_offsets(rows: LayerRows, given: dict[str, object]) -> Tensor:
-    """Fixes the offsets of rows whose first token leaves the window; returns what they have grown by, of their shape.
+    """Fixes the offsets of rows whose first token leaves the window; returns the change, in the offsets' shape.
 
     Args:
-        given: from `given_arguments`.
+        rows: rows to centre.
+        given: result of `given_arguments`.
     """
     device, (*_, tokens, dim) = rows.device, given["key"].shape
     parts = triton.cdiv(tokens, SUM_TOKENS * SUM_STEPS)
@@ -78,12 +81,12 @@ def fix_offsets(rows: LayerRows, given: dict[str, object]) -> Tensor:
 
 
 def few_tokens(widest: int) -> int:
-    """Tokens of a tile of `widest` channels that takes more registers, as it is rounded for queries or of two tiers."""
+    """Returns the tokens of a tile of `widest` channels that needs more registers, for rounding or for two tiers."""
     return max(16, block_tokens(widest) // 2)
 
 
 def given_arguments(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict[str, object]:
-    """What kernels that store a prompt are given of rows, new tokens and how these are held, by their parameters."""
+    """Returns the arguments of the kernels that store a prompt, by parameter name."""
     new = replace(new, key=unit_stride(new.key), value=unit_stride(new.value))
     high, one_tier = rows.layout.high, rows.layout.one_tier
     return {

@@ -1,4 +1,4 @@
-"""Offsets of rows whose first token leaves the window (Triton): the mean of all their keys; see `kernels.py`."""
+"""Triton kernels that fix the offsets of rows whose first token leaves the window; see `kernels.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .kernels import LENGTHS, new_start, token_in_slot
 @triton.jit(do_not_specialize=["rank", "heads", "tokens", "parts", "key_batch", "key_head", "key_token"])
 def sum_keys_kernel(key, rank, sums, heads, tokens, parts, key_batch, key_head, key_token, DIM: tl.constexpr,
                     LANES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """Sums of the model's keys over STEPS blocks of tokens: float32 [rows, parts, DIM]. Grid: (rows, parts)."""
+    """Sums the model's keys over STEPS blocks of tokens into float32 [rows, parts, DIM]. Grid: (rows, parts)."""
     row, part = tl.program_id(0), tl.program_id(1)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -32,11 +32,13 @@ def fix_offsets_kernel(
     sums, matrix, window_key, offset, shift, count, length, window_start, sink_end, heads, tokens, window, slots,
     sink_slots, parts, DIM: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Fixes the offsets of rows whose first token leaves the window: the mean of all their keys. Grid: (rows,).
+    """Sets the offset of rows whose first token leaves the window to the mean of all their keys. Grid: (rows,).
 
     Args:
-        sums: of the new keys, as `sum_keys_kernel` leaves them. matrix: float32 [DIM, DIM], or None.
-        offset: float32 [rows, DIM], changed in place; shift: likewise, becomes what has been added to it.
+        sums: sums of the new keys, as `sum_keys_kernel` writes them.
+        matrix: rotation, float32 [DIM, DIM], or None.
+        offset: float32 [rows, DIM], updated in place.
+        shift: output, change of the offset, float32 [rows, DIM].
     """
     row = tl.program_id(0)
     request = row // heads
