@@ -178,7 +178,7 @@ def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def _no_padding(padding: Tensor | None, queries: int) -> bool:
     if padding is None:
         return True
-    # reads the device, which is worth it only where it saves a mask of queries x keys
+    # reads the device, which pays only if it saves a mask of queries x keys
     return queries > 1 and not torch.compiler.is_compiling() and bool(padding.all())
 
 
@@ -189,8 +189,8 @@ def split_mask(
 
     Returns:
         Visibility of past tokens, bool [batch, past]; visibility of new tokens, bool [batch, tokens]; mask among the
-        new tokens, bool [batch, 1, tokens, tokens]. Each is None where the mask does not restrict it; the last one is
-        also None where it is plainly causal.
+        new tokens, bool [batch, 1, tokens, tokens]. Each can be None if it hides nothing, and the last one if attention
+        is plainly causal.
 
     Raises:
         HandOverError: the mask has the wrong length, differs between heads, adds a bias, or hides tokens in a way that

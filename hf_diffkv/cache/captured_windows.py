@@ -36,7 +36,7 @@ class Windows:
 
     @property
     def full(self) -> bool:
-        """Whether the next token leaves every window as large as it is."""
+        """Whether every window is full, so that the next token does not change its size."""
         return not self.layers or (
             self.known
             and len(self.sizes) == 1

@@ -32,7 +32,7 @@ from .usage import Usage
 
 
 class DiffKVCache(OtherStates, Cache):
-    """Cache that stores tokens by significance at high or low precision, and can prune the least significant ones.
+    """Compressed cache with a precision for each head, or high and low levels by significance, and optional pruning.
 
     It works with models whose attention implementation is `"diffkv"`. `generate()` switches a model and sets it back;
     elsewhere call `model.set_attn_implementation("diffkv")`. Layers other than plain full attention (sliding window,

@@ -32,7 +32,7 @@ class _Use:
     before: list[tuple[Any, str | None]] | None = None
 
 
-# by identity of the model's configuration, which lives as long as the calls
+# keys are identities of the models' configurations, which live as long as the calls
 _uses: dict[int, _Use] = {}
 _lock = threading.Lock()
 
