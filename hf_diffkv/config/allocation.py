@@ -129,7 +129,7 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
 
     Args:
         calibration: calibration with the measured loss of heads, as `hf-diffkv calibrate` writes it.
-        target_ratio: as in `allocate`.
+        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype.
 
     Raises:
         ValueError: the calibration has no such measurements, or the ratio cannot be met (`allocate`).
@@ -157,7 +157,7 @@ class Loss:
     Attributes:
         ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, over all compressed layers.
         each_head: loss with the precision that `allocate` chooses for each head.
-        precision: name of the ladder's precision with exactly this ratio, or None.
+        precision: name of the precision that has exactly this ratio if all heads have it, or None.
         one_for_all: loss with this precision for all heads, or None.
     """
 

@@ -27,7 +27,7 @@ def choose(
         model: loaded model, whose heads may have been measured; else the same as `model_config`.
         model_config: the model's configuration, name or folder.
         preset: name of a preset, which stands for a ratio if heads were measured.
-        target_ratio: as in `DiffKVConfig.for_model`.
+        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, or None.
         given: names of the fields that the user sets.
 
     Raises:
