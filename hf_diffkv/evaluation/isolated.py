@@ -54,7 +54,7 @@ def run_isolated(
 
     Args:
         methods: methods with an `environment`.
-        tasks, retry, quiet: as in `runner.run`.
+        tasks, retry, quiet: arguments for `runner.run`.
         folder: folder of the run; records go into its subfolder `environments/NAME`.
         model, device: name and device as in `models.load_model`.
 

@@ -102,12 +102,12 @@ class DiffKVLM(HFLM):
         return texts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Only with the dense cache; `EvaluationError` otherwise."""
+        """Scores requests with the dense cache. Raises `EvaluationError` for other caches."""
         self._refuse_likelihood(requests)
         return super().loglikelihood(requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Only with the dense cache; `EvaluationError` otherwise."""
+        """Scores requests with the dense cache. Raises `EvaluationError` for other caches."""
         self._refuse_likelihood(requests)
         return super().loglikelihood_rolling(requests, disable_tqdm)
 
