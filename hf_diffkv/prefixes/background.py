@@ -67,7 +67,7 @@ class Background:
             thread, self._thread = self._thread, None
             self._wanted.clear()
             self._changed.notify_all()
-        # the thread itself may be the one that garbage-collects the store
+        # the store may be garbage-collected in this very thread
         if thread is not threading.current_thread():
             thread.join()
 
