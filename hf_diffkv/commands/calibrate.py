@@ -17,7 +17,7 @@ from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command
 from .options import MAX_KL, AtLeast, Numbers, model_option, quiet_option, running_options
 
-# options any of which asks for thresholds
+# options that select thresholds, each by itself
 OF_THRESHOLDS = (
     *("thresholds", "max_kl", "max_loss", "task", "method"),
     *("alpha_high", "alpha_low", "per_layer", "documents", "seed", "retry"),

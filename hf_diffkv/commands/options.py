@@ -312,7 +312,7 @@ def config_for(choice: ConfigChoice, model: Any) -> DiffKVConfig:
 
 
 def config_before(choice: ConfigChoice, model_config: Any) -> DiffKVConfig:
-    """Returns the configuration as far as it is known before weights are loaded, on which possible ratios depend.
+    """Returns the configuration as far as it is known without the weights, which decide the possible ratios.
 
     Raises:
         click.UsageError: raised by `config_for`, or no model with such heads can have the ratio.
