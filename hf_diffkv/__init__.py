@@ -3,7 +3,7 @@
 It grew out of DiffKV (SOSP 2025), and also has DiffKV's levels by significance and pruning.
 
 Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`: at once if Transformers'
-models have been imported, else as soon as they are.
+models have been imported, else once they are imported.
 """
 
 import importlib
