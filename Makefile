@@ -120,7 +120,7 @@ test-all: $(READY)
 	$(PYTEST) --durations=20 $(if $(PART),--rest $(PART),--all)
 
 # what the check of docstrings reads
-PROSE := benchmarks conftest.py examples packages setup.py tests tools
+PROSE := benchmarks conftest.py examples hf_diffkv packages setup.py tests tools
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,9 +1,9 @@
-"""A KV cache for Transformers that stores keys and values in few bits, as many as each attention head needs.
+"""KV cache for Transformers that stores keys and values in few bits, as many as each attention head needs.
 
-It grew out of DiffKV (SOSP 2025), whose levels by significance and pruning it has as well.
+It grew out of DiffKV (SOSP 2025), and also has DiffKV's levels by significance and pruning.
 
-Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`: at once where
-Transformers' models have been loaded, else as soon as they are.
+Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`: at once if Transformers'
+models have been imported, else once they are imported.
 """
 
 import importlib
@@ -51,7 +51,7 @@ __all__ = [
     "without_fragile_level",
 ]
 
-# loaded on first use, since they need PyTorch and Transformers
+# imported on first use, as they need PyTorch and Transformers
 _LAZY = {
     "CacheFileError": "cache.snapshot",
     "CacheInUseError": "cache.usage",

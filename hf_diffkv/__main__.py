@@ -1,4 +1,4 @@
-"""`python -m hf_diffkv`."""
+"""Entry point of `python -m hf_diffkv`."""
 
 import sys
 

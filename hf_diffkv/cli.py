@@ -1,6 +1,6 @@
-"""The `hf-diffkv` command: finds the command that is asked for, runs it, and turns errors into a line and an exit code.
+"""The `hf-diffkv` command: finds and runs a subcommand, and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 it could not be done or came out badly, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed or with a bad result, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRY = {
 
 
 class Commands(click.Group):
-    """Imports a command when it is asked for."""
+    """Group that imports a command when it is requested."""
 
     context_class = Context
 
@@ -48,7 +48,7 @@ class Commands(click.Group):
         return super().resolve_command(context, arguments)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        # ahead of the options and the list of commands
+        # before the options and the list of commands
         with formatter.section("Try"):
             formatter.write_dl(list(TRY.items()))
         super().format_options(context, formatter)
@@ -72,7 +72,7 @@ def hf_diffkv() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` (those of the process without any) ask for, and returns its exit code."""
+    """Runs the command in `arguments`, by default the process's, and returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with log_on_terminal("--quiet" in given):
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{PROGRAM}: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # whoever read it has had enough; what is left in the buffer must not raise again when Python ends
+        # the reader has closed the pipe; the rest of the buffer must not raise again when Python exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except EvaluationError as error:

@@ -1,7 +1,7 @@
-"""Names that are private to Transformers, by what needs them. They were read in release 5.24.
+"""Private names of Transformers by the feature that needs them, as of release 5.24.
 
-What a release lacks, or has with other parameters, disables what needs it: a warning, or an error where it is asked
-for, says both. No other module relies on such a name without asking here.
+If a release lacks a name, or has it with other parameters, the feature is disabled. A warning says so, or an error if
+the feature is requested. No other module uses such a name without checking here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from functools import cache, wraps
 from typing import Any
 
 Wrap = Callable[[Callable], Callable]
-# features whose loss was said
+# features whose loss was reported
 _said: set[Feature] = set()
 
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A function, or an attribute of what has it.
+    """A private function or attribute.
 
     Attributes:
-        owner: a module, or a class in it or a function that mentions the name: "module", "module:Class.function".
-        name: what it is called there.
-        parameters: of a function, without self, "..." for any that follow; None for an attribute: it is there, or set
-            by the class's `__init__`.
+        owner: module, class, or function that mentions the name: "module", "module:Class.function".
+        name: name in the owner.
+        parameters: parameters of a function without self, with "..." for any that follow; None for an attribute, which
+            the owner has or the class's `__init__` sets.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class PrivateName:
         return f"{self.owner.rpartition(':')[2].rpartition('.')[2]}.{self.name}"
 
     def found(self) -> bool:
-        """Whether the installed release has it so."""
+        """Returns whether the installed release has this name with these parameters."""
         owner = _resolved(self.owner)
         if self.parameters is None:
             return hasattr(owner, self.name) or _mentions(owner, self.name)
@@ -50,12 +50,12 @@ class PrivateName:
 
 @dataclass(frozen=True)
 class Feature:
-    """What needs private names.
+    """A feature that needs private names.
 
     Attributes:
-        lost: what is not there without them, and what to do.
-        names: all of which it needs.
-        since: release from which on Transformers has them.
+        lost: description of the loss without them, and of the remedy.
+        names: names that the feature needs.
+        since: first release of Transformers that has them.
     """
 
     lost: str
@@ -63,13 +63,13 @@ class Feature:
     since: tuple[int, int] = (0, 0)
 
     def missing(self) -> list[str]:
-        """What the installed release does not have as it is relied on, as "Owner.name"; an older one need not."""
+        """Returns missing or changed names as "Owner.name"; none for a release older than the feature."""
         if self._is_older():
             return []
         return [str(name) for name in self.names if not name.found()]
 
     def available(self) -> bool:
-        """Whether all names are there; where not, warns, once."""
+        """Returns whether no name is missing, and warns once otherwise."""
         missing = self.missing()
         if missing and self not in _said:
             _said.add(self)
@@ -77,7 +77,7 @@ class Feature:
         return not missing
 
     def require(self) -> None:
-        """Raises `ImportError` where a name is missing, or the release is older than the feature."""
+        """Raises `ImportError` if a name is missing, or if the release is older than the feature."""
         if self._is_older():
             needed = ".".join(map(str, self.since))
             raise ImportError(
@@ -104,7 +104,7 @@ def _version() -> str:
 
 
 def _resolved(owner: str) -> Any:
-    """None where it is not there."""
+    """Returns the module or object `owner`, or None if it does not exist."""
     module, _, path = owner.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -116,26 +116,26 @@ def _resolved(owner: str) -> Any:
 
 
 def _mentions(owner: Any, name: str) -> bool:
-    """Whether the code of a function, or of a class's `__init__`, has `name` as an attribute or a string."""
+    """Returns whether the code of a function, or of a class's `__init__`, has `name` as an attribute or a string."""
     function = owner.__init__ if isinstance(owner, type) else owner
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return code is not None and name in (*code.co_names, *code.co_consts)
 
 
 def parameters_of(function: Any) -> list[str] | None:
-    """Names of a function's parameters but `self`; None where there is no such function."""
+    """Returns the names of a function's parameters without `self`; None if the function is None."""
     if function is None:
         return None
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 def names_of(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName, ...]:
-    """Attributes of `owner`, and its functions with their parameters."""
+    """Makes the private names of `owner`: attributes, and functions with their parameters."""
     of_functions = (PrivateName(owner, name, parameters) for name, parameters in functions.items())
     return (*(PrivateName(owner, name) for name in attributes), *of_functions)
 
 
-# what a cache is called as an argument: before release 5.24, and since
+# name of a cache as an argument: before release 5.24, and since
 CACHE_NAMES = ("past_key_values", "cache")
 _GENERATION_MIXIN = "transformers.generation.utils:GenerationMixin"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -217,13 +217,13 @@ BATCHING_BY_NAME = Feature(
 
 
 class Wrapped:
-    """Methods of Transformers' classes that are wrapped, and what they were."""
+    """Wrapped methods of Transformers' classes, and their originals."""
 
     def __init__(self) -> None:
         self.originals: dict[tuple[type, str], Callable] = {}
 
     def wrap(self, owner: type, name: str, wrap: Wrap) -> None:
-        """Puts `wrap(method)` in the place of a method of `owner` or its base class."""
+        """Replaces a method of `owner` or its base class by `wrap(method)`."""
         owner = next(base for base in owner.__mro__ if name in vars(base))
         method = self.originals[owner, name] = getattr(owner, name)
         wrapper: Any = wraps(method)(wrap(method))
@@ -231,7 +231,7 @@ class Wrapped:
         setattr(owner, name, wrapper)
 
     def undo(self) -> None:
-        """Puts all back, but where another library wrapped a method since: our part of the chain passes calls on."""
+        """Restores all methods, except those wrapped by another library since; our wrapper then passes calls on."""
         for (owner, name), method in self.originals.items():
             if getattr(getattr(owner, name), "_diffkv", False):
                 setattr(owner, name, method)
@@ -240,7 +240,7 @@ class Wrapped:
 
 @cache
 def cache_argument() -> str:
-    """What this release calls a cache that is given to a model or to `generate()`; the other name may go as well."""
+    """Returns this release's argument name for a cache of a model or `generate()`; the other name may work as well."""
     from transformers.generation.utils import GenerationMixin
 
     taken = parameters_of(inspect.unwrap(GenerationMixin.prepare_inputs_for_generation)) or []
@@ -248,31 +248,31 @@ def cache_argument() -> str:
 
 
 def passing(given: Any) -> dict[str, Any]:
-    """A cache as the argument of a model or of `generate()`."""
+    """Returns a cache as a keyword argument of a model or of `generate()`."""
     return {cache_argument(): given}
 
 
 def passed(arguments: Mapping[str, Any]) -> Any:
-    """The cache among arguments, which older code of a model may call by its former name; None where there is none."""
+    """Returns the cache among arguments, also under the former name that older model code may use, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def attention_of(model_config: Any) -> str | None:
-    """The attention implementation that a configuration says; None where that is not known."""
+    """Returns the attention implementation in a configuration, or None if it is unknown."""
     return model_config._attn_implementation if ATTENTION.available() else None
 
 
 def is_stock_attention(name: str | None) -> bool:
-    """Whether an attention implementation is Transformers' own, as far as names tell."""
+    """Returns whether an attention implementation is Transformers' own, judging by its name."""
     return name is not None and (name in ("eager", "sdpa", "flex_attention") or "flash" in name)
 
 
 def attentions_of(model: Any) -> list[tuple[Any, str | None]]:
-    """Every configuration of `model` and of its parts with its attention implementation, parts behind what has them."""
+    """Returns the configurations of `model` and its parts with their attention implementations, parts after owners."""
     owners = (model, *(part for part in model.modules() if hasattr(getattr(part, "config", None), "sub_configs")))
     found: dict[int, Any] = {}
     for owner in owners:
-        # the last place counts: a configuration may be another one's part and have been met before
+        # the last position counts, as a configuration met before may be part of another one
         for config in _with_parts(owner.config):
             found.pop(id(config), None)
             found[id(config)] = config
@@ -287,23 +287,23 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def set_attentions(attentions: list[tuple[Any, str | None]]) -> None:
-    """Sets back what `attentions_of` returned."""
+    """Restores the attention implementations that `attentions_of` returned."""
     if ATTENTION.available():
         for config, name in attentions:
-            # sets all its parts as well, which come later
+            # also sets its parts, which come later
             config._attn_implementation = name
 
 
 def can_switch(model: Any) -> bool:
-    """Whether the attention of `model` goes through Transformers' interface; True where that is not known."""
-    # a configuration says nothing of it
+    """Returns whether the attention of `model` can be switched; True if that is unknown."""
+    # configurations do not tell
     if not hasattr(model, "set_attn_implementation"):
         return True
     return not SWITCHING.available() or model._can_set_attn_implementation()
 
 
 def is_stateful(model: Any) -> bool:
-    """Whether a model holds a state beside keys and values, or that is not known."""
+    """Returns whether a model has, or may have, a state besides keys and values."""
     return not STATEFUL.available() or getattr(model, "_is_stateful", False)
 
 
@@ -318,24 +318,24 @@ def forget_attention(*names: str) -> None:
 
 
 def disown(cache: Any) -> None:
-    """Has `generate()` treat a cache that was handed to it as one that it made itself."""
+    """Makes `generate()` treat a given cache like one that it made itself."""
     if OWN_CACHE.available():
         cache._is_user_defined = False
 
 
 def text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the whole text, those in the cache included, by its mask; None where there is none."""
+    """Returns the number of tokens of the whole text, cached ones included, from its mask, or None without a mask."""
     mask = model_kwargs.get("attention_mask")
-    # newer releases drop a mask without padding before they come here, and note its length
+    # newer releases drop a mask without padding before this point, and note its length
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
 
 
 def is_paused_here(manager: Any) -> bool:
-    """Whether this thread has a manager of continuous batching wait; releases before 5.24 cannot."""
+    """Returns whether this thread has paused a manager of continuous batching; releases before 5.24 cannot."""
     asked = getattr(getattr(manager, "background_thread_status", None), "is_pause_requested", None)
     return asked is not None and asked(local=True)
 
 
 def kept_manager(model: Any) -> Any:
-    """The manager of continuous batching that a model keeps for its next call; None where there is none."""
+    """Returns the manager of continuous batching that a model keeps for its next call, or None."""
     return getattr(model, "_cached_continuous_batching_manager", None)

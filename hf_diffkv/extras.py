@@ -1,4 +1,4 @@
-"""How to install what is optional, and what is there of the distributions beside this one (packages/)."""
+"""Optional extras: commands that install them, and imports from the other distributions (packages/)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-# extras that bring a distribution of their own, with what is installed for them in a checkout
+# extras that install another distribution, with its path in a checkout
 BESIDE = {"serve": "packages/serving", "ray": "packages/serving[ray]", "demo": "packages/demo"}
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra: of the checkout where this runs from one, which no index has."""
+    """Returns the command that installs an extra, from the checkout if this runs from one."""
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{BESIDE.get(extra, f'.[{extra}]')}'"
     return f"pip install 'hf-diffkv[{extra}]'"
 
 
 def beside(module: str, extra: str) -> ModuleType:
-    """A module of a distribution beside this one.
+    """Imports a module of another distribution.
 
     Raises:
-        ImportError: that is not installed; with the command that installs `extra`, which brings it.
+        ImportError: the distribution is not installed; the message has the command that installs `extra`.
     """
     try:
         return importlib.import_module(module)

@@ -1,6 +1,6 @@
-"""Registers "diffkv" once Transformers has loaded the modules it is registered with.
+"""Registers "diffkv" once the modules of Transformers that it is registered with have been imported.
 
-`import transformers` loads neither those nor PyTorch; importing them here would make `import hf_diffkv` take seconds.
+`import transformers` imports neither these nor PyTorch. Importing them here would make `import hf_diffkv` take seconds.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from types import ModuleType
 from typing import Any
 
 NAME = "diffkv"
-# attention of continuous batching, which registers it (hf_diffkv_serving)
+# attention of continuous batching, registered by hf_diffkv_serving
 PAGED_NAME = "diffkv_paged"
 CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"
 # modules that register something
 REGISTRATIONS = ("hf_diffkv.cache.registration", "hf_diffkv.cache.continuous_batching")
-# release of Transformers from which on the integration works
+# first release of Transformers that the integration works with
 OLDEST = (5, 17)
 
 
 class _Finder(MetaPathFinder):
-    """Has `after` called with the name of each module in `awaited` when that has been loaded."""
+    """Finder that calls `after` with the name of each module in `awaited` once it has been imported."""
 
     def __init__(self, awaited: Sequence[str], after: Callable[[str], None]) -> None:
         self.awaited = awaited
@@ -57,7 +57,10 @@ class _Finder(MetaPathFinder):
 
 
 def register() -> None:
-    """Makes "diffkv" known to Transformers, as soon as its models or `generate` are loaded; twice does nothing."""
+    """Registers "diffkv" with Transformers, as soon as its models and `generate` are imported.
+
+    A second call does nothing.
+    """
     if MODELS in sys.modules and GENERATION in sys.modules:
         _register_now()
         return
@@ -67,7 +70,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Leaves Transformers as it was before `import hf_diffkv`. Models left on "diffkv" must be switched back."""
+    """Restores Transformers to its state before `import hf_diffkv`. Models on "diffkv" must be switched back."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for name in REGISTRATIONS:
@@ -77,13 +80,13 @@ def unregister() -> None:
 
 
 def add_name() -> None:
-    """Allows `GenerationConfig(cache_implementation="diffkv")`, where its module has been loaded."""
+    """Allows `GenerationConfig(cache_implementation="diffkv")` if its module has been imported."""
     if complaint() is None:
         _set_name(present=True)
 
 
 def complaint() -> str | None:
-    """What is wrong with the Transformers that has been loaded; None where nothing is, or it has not been loaded."""
+    """Returns the problem with the imported Transformers; None if there is none or it has not been imported."""
     version = getattr(sys.modules.get("transformers"), "__version__", None)
     if version is None or tuple(int(part) for part in version.split(".")[:2]) >= OLDEST:
         return None
@@ -115,7 +118,7 @@ def _register_now() -> None:
         for name in REGISTRATIONS:
             importlib.import_module(name).register()
     except ImportError as error:
-        # a release without a name that is needed; Transformers itself must load all the same
+        # the release lacks a needed name, but the import of Transformers must still succeed
         warnings.warn(f'"diffkv" is not registered: {error}; please report it with the release\'s number', stacklevel=2)
 
 
@@ -126,14 +129,14 @@ def _loaded(name: str) -> None:
     if name == CONFIGURATION:
         add_name()
     elif name == MODELS and GENERATION not in sys.modules:
-        # comes back here
+        # this import calls this function again
         importlib.import_module(GENERATION)
     elif all(_is_complete(needed) for needed in (MODELS, GENERATION)):
         _register_now()
 
 
 def _is_complete(name: str) -> bool:
-    """False while the module is still being imported, perhaps by way of the one that has just been loaded."""
+    """Returns whether a module is fully imported; it may still be importing if it imports the one just completed."""
     module = sys.modules.get(name)
     return module is not None and (name in _complete or not getattr(module.__spec__, "_initializing", False))
 

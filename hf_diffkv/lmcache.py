@@ -1,4 +1,4 @@
-"""`hf_diffkv_serving.lmcache`: importing this module gives that one, and `python -m hf_diffkv.lmcache` runs it."""
+"""Alias of `hf_diffkv_serving.lmcache`, also for `python -m hf_diffkv.lmcache`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`hf_diffkv_serving.ray`: importing this module gives that one."""
+"""Alias of `hf_diffkv_serving.ray`."""
 
 import sys
 

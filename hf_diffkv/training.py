@@ -1,4 +1,4 @@
-"""Watching, while a model is trained, what a DiffKV cache would make of it. Import it by name: it needs the Trainer."""
+"""Evaluates a DiffKV cache while a model is trained. It must be imported by name, as it needs the Trainer."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from .evaluation.comparison import Agreement
 
 
 class DiffKVEvaluationCallback(TrainerCallback):
-    """Generates from the same prompts with a dense cache and with DiffKV, and logs how far the texts agree.
+    """Trainer callback that generates with a dense cache and with DiffKV, and logs the agreement of the texts.
 
-    Greedy, with `trainer.log`, so that the figures stand in `log_history` and reach every tracker:
+    Decoding is greedy. `trainer.log` logs the figures, so that they are in `log_history` and reach every tracker:
 
-    - `eval_diffkv_agreement`: share of tokens that are equal, position by position.
-    - `eval_diffkv_until_difference`: tokens before the first that differs, mean over the prompts.
-    - `eval_diffkv_bytes`, `eval_diffkv_payload_bytes`, `eval_diffkv_dense_bytes`: as in `MemoryReport`, when
-      generation ends, summed over batches.
-    - `eval_diffkv_ratio`, `eval_diffkv_payload_ratio`: the former two over the latter.
+    - `eval_diffkv_agreement`: share of positions with equal tokens.
+    - `eval_diffkv_until_difference`: number of tokens before the first difference, mean over the prompts.
+    - `eval_diffkv_bytes`, `eval_diffkv_payload_bytes`, `eval_diffkv_dense_bytes`: bytes as in `MemoryReport` at the end
+      of the generation, summed over batches.
+    - `eval_diffkv_ratio`, `eval_diffkv_payload_ratio`: the first two over the dense bytes.
 
-    Training goes on as if nothing had happened: modes of all modules, attention implementation, gradients and random
-    numbers are what they were. Every process generates; models whose weights are sharded (FSDP, ZeRO-3) are untested.
+    Training is not affected: modes of all modules, attention implementation, gradients and random state are restored.
+    Every process generates. Models with sharded weights (FSDP, ZeRO-3) are untested.
 
     Args:
-        trainer: the trainer it is added to, by `trainer.add_callback(DiffKVEvaluationCallback(trainer, prompts))`.
+        trainer: trainer that it is added to, by `trainer.add_callback(DiffKVEvaluationCallback(trainer, prompts))`.
         prompts: texts to continue.
-        config: of the cache; None takes `DiffKVConfig.for_model`.
-        max_new_tokens: tokens per prompt, fewer where a text ends.
-        every_steps: evaluate whenever so many optimizer steps are done; None: at every evaluation of the trainer.
+        config: configuration of the cache; None takes `DiffKVConfig.for_model`.
+        max_new_tokens: maximum number of generated tokens per prompt.
+        every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does.
 
     Raises:
-        ValueError: no prompts, an empty one, numbers below 1, or a trainer without a tokenizer that can pad.
+        ValueError: there are no prompts or an empty one, a number is below 1, or the trainer has no tokenizer that can
+            pad.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class DiffKVEvaluationCallback(TrainerCallback):
     def _log(self, control: TrainerControl, figures: dict[str, float]) -> None:
         due = control.should_log
         self.trainer.log(figures)
-        # the trainer takes any log for its own and would leave out the loss of this step
+        # the trainer takes any log for its own, and would skip the loss of this step
         control.should_log = due
 
     def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
-        """The figures, by the names under which they are logged."""
+        """Returns the figures by the names under which they are logged."""
         dense, compressed = [], []
         counted = {"bytes": 0, "payload_bytes": 0, "dense_bytes": 0}
         size = self.trainer.args.per_device_eval_batch_size
@@ -112,7 +113,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
         return {f"eval_diffkv_{name}": value for name, value in figures.items()}
 
     def _generate(self, model: PreTrainedModel, prompts: list[str], cache: dict[str, Any]) -> list[list[int]]:
-        """New token ids of each prompt, up to the one that ends the text."""
+        """Returns the new token ids of each prompt, up to the one that ends the text."""
         tokenizer = self.trainer.processing_class
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
         output = model.generate(
@@ -134,7 +135,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
 
 @contextmanager
 def undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block `model` is in evaluation mode; afterwards modes, attention and random numbers are as before."""
+    """Puts `model` into evaluation mode within the block, and restores modes, attention and random state after it."""
     text_config = model.config.get_text_config(decoder=True)
     attention = attention_of(text_config)
     training = {module: module.training for module in model.modules()}

@@ -1,3 +1,3 @@
-"""The version, where any module may import it."""
+"""The package's version, which any module may import."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Everything that knows Transformers: the cache, its layers, the attention and mask functions, registration."""
+"""The parts that depend on Transformers: cache, layers, attention and mask functions, registration."""
 
 import transformers
 
@@ -7,6 +7,6 @@ from ..import_hook import complaint
 if complaint() is not None:
     raise ImportError(complaint())
 
-# Registration happens as soon as these two are loaded, and needs the modules here: they must not be half loaded then.
+# Registration runs as soon as these two are imported and needs the modules here, which must be fully imported by then.
 import transformers.generation.utils
 import transformers.modeling_utils  # noqa: E402, F401

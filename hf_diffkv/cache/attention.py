@@ -1,12 +1,12 @@
 """The attention and mask functions registered as `"diffkv"`.
 
-Keys and values that carry a `DiffKVLayer` go to it; all others (training, other caches, sliding-window layers) take
-ordinary dense attention, so a model may stay on `"diffkv"`.
+Keys and values that carry a `DiffKVLayer` go to that layer. All others (training, other caches, sliding-window layers)
+take ordinary dense attention, so a model may stay on `"diffkv"`.
 
-In a compiled forward the whole of a layer's attention is one opaque operator, `attend`, so that the forward compiles
-into one graph. A layer is named by a number there. It comes as a tensor, so that a graph serves every cache whose
-layers have the same shapes. The operator declares that it mutates a tensor all layers share, which keeps it from being
-reordered or dropped; the compiler may pass copies of both tensors.
+In a compiled forward a layer's whole attention is one opaque operator, `attend`, so that the forward compiles into one
+graph. The operator identifies the layer by a number. The number is passed as a tensor, so that one graph serves every
+cache whose layers have the same shapes. The operator declares that it mutates a tensor shared by all layers, which
+keeps it from being reordered or dropped. The compiler may pass copies of both tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .dense import dense_attention
 from .errors import HandOverError
 from .layer import DEFERRED, LAYER_TAG, DiffKVLayer, awaiting_layers, layer_of
 
-# attribute of a mask that is causal with padding: the padding, [batch, keys]
+# attribute of a causal mask with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
-# what the operator does on the host must not be lost in a graph that the compiler captures (older releases: no tag)
+# the operator's work on the host must not be lost in a graph that the compiler captures (older releases: no tag)
 _TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
-# arguments models pass along that do not change attention
+# arguments that models pass along and that do not change attention
 HARMLESS = {
     "cache",
     "cache_kwargs",
@@ -53,7 +53,7 @@ HARMLESS = {
 
 
 class _NoGradient(torch.autograd.Function):
-    """Passes the output of a cache on. Stored tokens have no gradient, and leaving it out would be a wrong one."""
+    """Passes on the output of a cache and refuses the backward pass, as stored tokens have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def diffkv_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface.
+    """Implements Transformers' attention interface.
 
     Args:
         query: [batch, query_heads, tokens, head_dim]; key and value likewise with KV heads.
@@ -87,9 +87,9 @@ def diffkv_attention(
         Output [batch, tokens, query_heads, value_dim], and no attention weights.
 
     Raises:
-        HandOverError: keys and values carry different layers, or an argument this function cannot honour.
+        HandOverError: keys and values carry different layers, or an argument cannot be honoured.
     """
-    # pipeline parallelism wraps further arguments once more
+    # pipeline parallelism wraps further arguments in another `kwargs`
     kwargs |= kwargs.pop("kwargs", None) or {}
     dropout, softcap, sinks = kwargs.pop("dropout", 0.0), kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     is_causal = kwargs.pop("is_causal", None)
@@ -106,7 +106,7 @@ def diffkv_attention(
             f"{type(module).__name__} changed keys or values after caching them; it cannot use DiffKVCache."
         )
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
-    # whether the keys and values are those of an earlier layer
+    # whether this layer reads the keys and values of an earlier one
     reads = getattr(module, "is_kv_shared_layer", False)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if layer is None:
@@ -114,11 +114,11 @@ def diffkv_attention(
             _check_not_moved(key)
         output = dense_attention(query, key, value, attention_mask, softmax, dropout, causal)
     else:
-        # a mask says for itself who sees whom
+        # a mask defines visibility by itself
         if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
             raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
         if torch.compiler.is_compiling():
-            # the operator takes the tokens up when it runs
+            # the operator picks up the tokens when it runs
             layer.stores.pending = None
             place = (layer.stores.order, layer.handle, reads)
             output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
@@ -127,7 +127,7 @@ def diffkv_attention(
             output = layer.attend_captured(query, key, value, attention_mask, softmax)
             return output.transpose(1, 2).contiguous(), None
         if getattr(key, DEFERRED, False) and not reads:
-            # a graph broke between `update` and here
+            # the compiled graph broke between `update` and here
             layer.stores.pending = None
             layer.update(key, value)
         if layer.pending is None:
@@ -143,7 +143,7 @@ def diffkv_attention(
 
 
 def _check_not_moved(key: Tensor) -> None:
-    """Raises `HandOverError` if a reader's keys, which carry no layer, are a copy of those that one awaits it with."""
+    """Raises `HandOverError` if untagged keys of a reading layer are a copy of keys that an awaiting layer stored."""
     for layer in awaiting_layers():
         awaited = layer.awaited
         if awaited.shape == key.shape and layer.store.device != key.device and awaited.thread == threading.get_ident():
@@ -155,9 +155,9 @@ def _check_not_moved(key: Tensor) -> None:
 
 
 def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Transformers' mask interface: None means causal, aligned at the last key, without padding.
+    """Implements Transformers' mask interface. None means causal, aligned at the last key, without padding.
 
-    Otherwise a bool mask [batch, 1, queries, keys]; where it is causal with padding it carries the padding.
+    Otherwise returns a bool mask [batch, 1, queries, keys]. A causal mask with padding carries the padding.
     """
     plain = (
         kwargs.get("mask_function", causal_mask_function) is causal_mask_function
@@ -178,18 +178,23 @@ def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def _no_padding(padding: Tensor | None, queries: int) -> bool:
     if padding is None:
         return True
-    # a look at the device, worth it only where it saves a mask of queries x keys
+    # reads the device, which pays only if it saves a mask of queries x keys
     return queries > 1 and not torch.compiler.is_compiling() and bool(padding.all())
 
 
 def split_mask(
     mask: Tensor | None, layer: DiffKVLayer, tokens: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What a mask says, each part None where it says nothing.
+    """Splits a mask into past tokens, padding and attention among new tokens.
 
     Returns:
-        Visibility of the tokens seen before, bool [batch, past]; of the new ones, bool [batch, tokens]; and the mask
-        among the new ones where it is not plainly causal, bool [batch, 1, tokens, tokens].
+        Visibility of past tokens, bool [batch, past]; visibility of new tokens, bool [batch, tokens]; mask among the
+        new tokens, bool [batch, 1, tokens, tokens]. Each can be None if it hides nothing, and the last one if attention
+        is plainly causal.
+
+    Raises:
+        HandOverError: the mask has the wrong length, differs between heads, adds a bias, or hides tokens in a way that
+            a compressed cache cannot follow.
     """
     if mask is None:
         return None, None, None
@@ -243,14 +248,15 @@ def attend(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """A layer's `update` and `attend` in one, or `read`; within a captured step `attend_captured`. Shapes as there.
+    """Runs a layer's `update` and `attend`, its `read`, or within a captured step its `attend_captured`.
 
     Args:
-        states: query, key and value.
-        mask: as the attention function gets it.
-        order: shared by the layers of a cache, never read.
-        handle: from `layer.new_handle`.
-        reads: the keys and values are those of an earlier layer of the model, whose mask holds for this one too.
+        states: query, key and value, with the shapes of these methods.
+        mask: mask that the attention function was given.
+        order: tensor shared by the layers of a cache, never read.
+        handle: int64 [1], from `layer.new_handle`.
+        reads: whether this layer reads the keys and values of an earlier layer of the model, whose mask it shares.
+        scaling, softcap: factor of the logits, and bound of their soft capping or None.
     """
     return attend_at(layer_of(handle), *states, mask, Softmax(scaling, softcap, sinks), reads)
 
@@ -264,18 +270,18 @@ def attend_at(
     softmax: Softmax,
     reads: bool,
 ) -> Tensor:
-    """What the operator does, arguments as there."""
+    """Runs the operator `attend` on a layer; arguments as in `attend`."""
     if layer.stores.capturing:
         return layer.attend_captured(query, key, value, mask, softmax).contiguous()
     if reads:
         output = layer.read(query, key, mask, softmax).contiguous()
     else:
-        if layer.pending is None:  # else it was announced outside of the graph
+        if layer.pending is None:  # else `update` ran outside of the graph
             layer.update(key, value)
         shown, valid, among = split_mask(mask, layer, key.shape[2])
         output = layer.attend(query, softmax, valid, among, shown).contiguous()
         layer.expect(mask)
-    if not layer.stores.beside_others:  # else those have their tokens when the graph has run
+    if not layer.stores.beside_others:  # else the other layers get their tokens after the graph has run
         layer.stores.turns.layer_done(layer.is_last, layer.stores.awaited is not None)
     return output
 

@@ -1,4 +1,4 @@
-"""The `generate()` calls that are under way, and whether each uses the cache that it was asked to use."""
+"""Running `generate()` calls, and checks that each uses the cache it was given."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ class Call:
     """One `generate()` call.
 
     Args:
-        model: on which it was called.
-        chooses: whether a function of the user's generates, which may give the model whatever cache it likes.
+        model: model that generates.
+        chooses: whether the user's own generation function (`custom_generate`) runs, which may use any cache.
 
     Attributes:
-        cache: the one it is to use; None while there is none, or one of Transformers' own.
-        in_chunks: whether the prompt comes in several forwards at this moment.
+        cache: cache that the call must use; None before there is one, or with a cache of Transformers' own.
+        in_chunks: whether the prompt is being prefilled in several forwards.
     """
 
     def __init__(self, model: Any, chooses: bool = False) -> None:
         self.model, self.chooses = model, chooses
         self.cache: DiffKVCache | None = None
         self.in_chunks = False
-        # tokens the cache had seen before the call, and before the forward that was prepared last
+        # tokens the cache had seen before the call, and before the forward prepared last
         self._at_start = self._before = 0
         self._checked = False
 
     def use(self, cache: DiffKVCache) -> None:
-        """Has the call use `cache`."""
+        """Sets the cache of the call."""
         self.cache = cache
         self._at_start = self._before = cache.get_seq_length()
 
     def prepare(self, given: Any, input_ids: Any, arguments: Mapping[str, Any]) -> bool:
-        """Called before each forward with what a model made of the arguments of `prepare_inputs_for_generation`.
+        """Checks, before each forward, the cache that a model is about to use.
 
-        Models with two sets of rotary factors (Phi-3, PhiMoE, Phi-4-multimodal) drop the cache where the text grows
-        longer than `original_max_position_embeddings`, to compute all of it anew. The cache is emptied then.
+        Models with two sets of rotary factors (Phi-3, PhiMoE, Phi-4-multimodal) drop the cache once the text grows
+        longer than `original_max_position_embeddings`, and recompute the whole text. The cache is then emptied.
 
         Args:
-            given: the cache that the model is about to use.
-            input_ids: int64 [batch, tokens], all that `generate()` knows.
+            given: cache that the model is about to use.
+            input_ids: int64 [batch, tokens], all ids that `generate()` knows.
+            arguments: keyword arguments of `prepare_inputs_for_generation`.
 
         Returns:
-            Whether the model is to be given the call's cache, and all of `input_ids`.
+            Whether the model must be given the call's cache and all of `input_ids`.
 
         Raises:
-            CacheNotUsedError: it would use another cache, or none, and the text cannot be computed anew.
-            ValueError: `input_ids` are not the text that the cache holds.
+            CacheNotUsedError: the model would use another cache or none, and the text cannot be recomputed.
+            ValueError: `input_ids` differ from the tokens that the cache holds.
         """
         cache, dropped = self.cache, False
         if cache is None or self.chooses and (given is not None or arguments.get("use_cache") is False):
@@ -98,7 +99,7 @@ class Call:
         return True
 
     def check(self, outputs: Mapping[str, Any]) -> None:
-        """Called after each forward.
+        """Checks, after each forward, that the model used the cache.
 
         Raises:
             CacheNotUsedError: the model used another cache, or gave it none of its tokens.
@@ -111,12 +112,12 @@ class Call:
             raise CacheNotUsedError(
                 f"{self._name} was given a DiffKVCache but used a {type(returned).__name__}; it cannot use DiffKVCache."
             )
-        # assisted decoding has taken tokens back already, but for one
+        # assisted decoding has already taken back all tokens but one
         self._check_longer(self._before)
         self._checked = True
 
     def end(self) -> None:
-        """Called before the text is returned. Raises `CacheNotUsedError` where the cache holds nothing of it."""
+        """Raises `CacheNotUsedError` if the cache holds no tokens of a call that is about to return."""
         if self.cache is not None and not (self._checked or self.chooses):
             self._check_longer(self._at_start)
 
@@ -133,7 +134,7 @@ class Call:
 
 
 def _text_length(input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
-    """Tokens of the whole text, by what has an entry for each of them."""
+    """Returns the number of tokens of the whole text, from the mask, position ids or input ids."""
     for name in ("attention_mask", "position_ids"):
         given = arguments.get(name)
         if isinstance(given, Tensor) and given.ndim < 4:
@@ -143,7 +144,7 @@ def _text_length(input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
 
 @contextmanager
 def under_way(model: Any, chooses: bool = False) -> Iterator[Call]:
-    """A call of `generate()` on `model`, found by `current_call` in this thread."""
+    """Yields a new `generate()` call on `model`, which `current_call` finds in this thread within the block."""
     calls = _thread.__dict__.setdefault("calls", [])
     call = Call(model, chooses)
     calls.append(call)
@@ -154,5 +155,5 @@ def under_way(model: Any, chooses: bool = False) -> Iterator[Call]:
 
 
 def current_call(model: Any) -> Call | None:
-    """The innermost `generate()` call on `model` that is under way in this thread."""
+    """Returns the innermost running `generate()` call on `model` in this thread, or None."""
     return next((call for call in reversed(getattr(_thread, "calls", ())) if call.model is model), None)

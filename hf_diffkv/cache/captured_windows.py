@@ -1,4 +1,4 @@
-"""Transformers' sliding-window layers within captured steps: once a window is full, its tensors can stay in place."""
+"""Transformers' sliding-window layers within captured steps: the tensors of a full window can stay in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 def is_sliding(layer: Any) -> bool:
-    """Whether a layer of a cache is Transformers' own of a sliding window."""
+    """Returns whether a cache layer is Transformers' own sliding-window layer."""
     return type(layer) is DynamicSlidingWindowLayer
 
 
@@ -25,8 +25,8 @@ class Windows:
     """The sliding-window layers of one cache, if it has any.
 
     Args:
-        layers: of the cache.
-        text_config: of the model; its `layer_types` say which masks the model takes.
+        layers: layers of the cache.
+        text_config: text configuration of the model; its `layer_types` say which masks the model takes.
     """
 
     def __init__(self, layers: list[Any], text_config: Any) -> None:
@@ -36,7 +36,7 @@ class Windows:
 
     @property
     def full(self) -> bool:
-        """Whether the next token leaves every window as large as it is."""
+        """Whether every window is full, so that the next token does not change its size."""
         return not self.layers or (
             self.known
             and len(self.sizes) == 1
@@ -46,7 +46,7 @@ class Windows:
         )
 
     def addresses(self) -> tuple:
-        """Where the windows are, as `Store.addresses`."""
+        """Returns addresses and shapes of the windows' tensors, like `Store.addresses`."""
         return tuple((tensor.data_ptr(), tensor.shape) for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -54,22 +54,22 @@ class Windows:
 
     @property
     def size(self) -> int:
-        """Tokens that the newest one sees, itself included."""
+        """Number of tokens that the newest token sees, itself included."""
         (size,) = self.sizes
         return size
 
     def shown(self, mask: Tensor) -> Tensor:
-        """[batch, 1, 1, window]: what the newest token sees of the window; mask: [batch, length]."""
+        """Cuts a mask [batch, length] to the window of the newest token, [batch, 1, 1, window]."""
         return mask[:, None, None, -self.size :]
 
     def count(self) -> None:
-        """Notes one more token."""
+        """Counts one more token."""
         for layer in self.layers:
             layer.cumulative_length += 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, layers move their tokens on where they stand, and their length cannot be asked for."""
+        """Makes layers shift their tokens in place within the block; asking for their length raises an error."""
         replaced = {"update": _update, "get_seq_length": _length, "get_mask_sizes": _length}
         for layer in self.layers:
             vars(layer).update({name: MethodType(method, layer) for name, method in replaced.items()})
@@ -82,7 +82,7 @@ class Windows:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Afterwards the windows hold what they held before."""
+        """Restores the contents of the windows after the block."""
         held = [(tensor, tensor.clone()) for tensor in self._tensors()]
         try:
             yield

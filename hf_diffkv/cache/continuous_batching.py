@@ -1,6 +1,6 @@
-"""Has Transformers' continuous batching use a compressed cache where `cache_implementation="diffkv"` says so.
+"""Lets Transformers' continuous batching use a compressed cache for `cache_implementation="diffkv"`.
 
-The engine that does is a distribution of its own, hf-diffkv-serving.
+The engine itself is a separate distribution, hf-diffkv-serving.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .errors import ModelInUseError
 from .switching import needs_diffkv
 
 _wrapped = Wrapped()
-# managers by their model
+# managers by model
 _made: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def register() -> None:
-    """Wraps what makes managers; a second call does nothing."""
+    """Wraps the method that makes managers. A second call does nothing."""
     if not _wrapped.originals and BATCHING_BY_NAME.available():
         _wrapped.wrap(GenerationMixin, "init_continuous_batching", _wrap)
 
@@ -37,7 +37,7 @@ def check_no_manager(model: Any) -> None:
     """Raises `ModelInUseError` while continuous batching runs on `model`, unless this thread has paused it."""
     managers = [manager for manager in (kept_manager(model), *_made.get(model, ())) if manager is not None]
     for manager in managers:
-        # one that replaces layers of the model does so while it is paused as well
+        # a manager that replaces layers of the model does so even while it is paused
         lent = is_paused_here(manager) and not getattr(manager, "replaces_layers", False)
         if manager.is_running() and not lent:
             raise ModelInUseError(
@@ -62,12 +62,12 @@ def _wrap(original: Callable) -> Callable:
             return original(self, generation_config, *args, **kwargs)
         check_no_call(self)
         chosen = self.generation_config if generation_config is None else generation_config
-        # a manager that was kept is used again, whatever is asked for
+        # a kept manager is used again, whatever the configuration says
         kept = kept_manager(self) is not None
         if kept or getattr(chosen, "cache_implementation", None) != NAME:
             manager = original(self, generation_config, *args, **kwargs)
         else:
-            # what it relies on is private to Transformers, and need not be there for anything else
+            # imported here, as it relies on private names of Transformers that nothing else needs
             batching = beside("hf_diffkv_serving.batching.manager", "serve")
             manager = batching.make_manager(self, chosen, *args, **kwargs)
         _made.setdefault(self, weakref.WeakSet()).add(manager)

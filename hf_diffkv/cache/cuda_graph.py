@@ -1,9 +1,9 @@
 """Work recorded on a CUDA device.
 
-`torch.cuda.graph` would do, but for three things: its one capture stream belongs to whichever device captured first;
-while it captures, other threads must not allocate; and a capture that is invalidated, as by a model that waits for the
-device, leaves the thread on the capture stream, and allocator and random generator of the device in the middle of a
-capture, where they fail from then on.
+`torch.cuda.graph` has three drawbacks here. Its single capture stream belongs to the device that captured first. Other
+threads must not allocate while it captures. And an invalidated capture, for example by a model that synchronizes with
+the device, leaves the thread on the capture stream, and leaves the device's allocator and random generator in the
+middle of a capture, so that they fail from then on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _invalidated: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraph:
-    """One recorded piece of work on a CUDA device.
+    """Recorded work on a CUDA device.
 
     Args:
-        device: with its index.
+        device: CUDA device with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,14 +34,15 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], Any]) -> Any:
-        """Records `work` without running it; its tensors are filled by `replay`.
+        """Records `work` without running it; `replay` fills its tensors.
 
         Raises:
-            What `work` raises, and `RuntimeError` where it did something that cannot be recorded; PyTorch is as before.
+            RuntimeError: `work` did something that cannot be recorded. This and any error of `work` itself leave
+                PyTorch as it was before.
         """
         with _alone(), torch.cuda.stream(_stream(self._device)):
             torch.cuda.synchronize()
-            # within a capture the allocator cannot take back what it keeps for others
+            # within a capture the allocator cannot reclaim cached memory
             torch.cuda.empty_cache()
             pool = torch.cuda.graph_pool_handle()
             try:
@@ -66,10 +67,10 @@ class CudaGraph:
             raise
 
     def _abandon(self, pool: tuple[int, int]) -> None:
-        """Has the allocator give up the memory of a capture that did not end."""
+        """Makes the allocator give up the memory of a capture that did not end."""
         with suppress(RuntimeError):
             self._graph.pool()
-            return  # it ended, and the graph gives its memory back by itself
+            return  # it ended, and the graph frees its memory itself
         _invalidated.append(self._graph)
         for undo in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             with suppress(RuntimeError, AttributeError):
@@ -78,7 +79,7 @@ class CudaGraph:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One capture at a time; no garbage is collected within, as what is freed by the way may invalidate it."""
+    """Lets one capture run at a time, without garbage collection, as freeing objects may invalidate a capture."""
     try:
         with capture_lock:
             collects = gc.isenabled()
@@ -99,10 +100,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _spare_generator(device: torch.device) -> Iterator[None]:
-    """Within, the device's default generator has a state of no account.
+    """Gives the device's default generator a throwaway state within the block.
 
-    Up to PyTorch 2.11 a capture changes the mode of the state it begins with: other threads could not draw numbers
-    until it ends, and after one that never ends nobody could. So a forward that draws numbers cannot be captured there.
+    Up to PyTorch 2.11 a capture changes the mode of the state it begins with. Other threads could not draw numbers
+    until it ends, and if it never ended nobody could. So a forward that draws numbers cannot be captured there.
     """
     generator = torch.cuda.default_generators[device.index]
     own = generator.graphsafe_get_state()

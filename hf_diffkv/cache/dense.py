@@ -1,4 +1,4 @@
-"""Ordinary attention for keys and values that are not in a `DiffKVCache`."""
+"""Dense attention for keys and values outside a `DiffKVCache`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ def dense_attention(
     dropout: float,
     causal: bool,
 ) -> Tensor:
-    """Differentiable attention, [batch, query_heads, queries, value_dim].
+    """Computes differentiable attention, [batch, query_heads, queries, value_dim].
 
     Args:
-        query: [batch, query_heads, queries, head_dim]; key, value: [batch, kv_heads, keys, dim].
+        query: [batch, query_heads, queries, head_dim].
+        key, value: [batch, kv_heads, keys, dim].
         mask: bool or additive [batch, 1, queries, keys], bool [batch, keys], or None.
-        causal: without a mask, queries see keys up to their own position, aligned at the last key.
+        softmax: scaling, soft capping and attention sinks.
+        dropout: probability of dropping an attention weight.
+        causal: whether, without a mask, queries see keys up to their own position only, aligned at the last key.
     """
     scaling, softcap, sinks = softmax.scaling, softmax.softcap, softmax.sinks
     group = query.shape[1] // key.shape[1]

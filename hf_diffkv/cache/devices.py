@@ -1,4 +1,4 @@
-"""Which device holds which layer of a model, and which share of every layer's heads this process holds."""
+"""Placement of a model: the device of each layer, and this process's share of the heads."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 ValueT = TypeVar("ValueT")
-# what a rank that did well raises for another one's error
+# error that a successful rank raises for a failed one
 ERROR_KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This process among those that hold the same layers and share out their heads.
+    """This process's place in a group of processes that hold the same layers and split their heads.
 
     Attributes:
-        rank, size: place in the group, and how many share.
-        group: their `torch.distributed` process group; None where every process works for itself.
+        rank, size: rank within the group, and number of ranks.
+        group: `torch.distributed` process group; None without tensor parallelism.
     """
 
     rank: int = 0
@@ -30,14 +30,14 @@ class TensorParallel:
 
     @classmethod
     def of(cls, model: Any) -> TensorParallel:
-        """What Transformers' `tp_plan` made of `model`."""
+        """Returns the place that Transformers' `tp_plan` gave this process for `model`."""
         if not dist.is_available() or not dist.is_initialized():
             return cls()
         from torch.distributed.tensor import DTensor
 
         for mesh in (p.device_mesh for p in model.parameters() if isinstance(p, DTensor)):
             names = mesh.mesh_dim_names
-            # in older releases of Transformers, and where the user made it, the mesh may have no names
+            # the mesh may have no names in older releases of Transformers, or where the user made it
             if names is None and mesh.ndim == 1 and mesh.size() == getattr(model, "tp_size", None):
                 return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
             if "tp" in (names or ()):
@@ -45,19 +45,19 @@ class TensorParallel:
         return cls()
 
     def share(self, heads: tuple[ValueT, ...], count: int) -> tuple[ValueT, ...]:
-        """This rank's `count` values of one per head of the model; unchanged where it is given `count` already."""
+        """Returns this rank's `count` values out of one per head of the model; `count` values are returned as given."""
         if self.size > 1 and len(heads) == self.size * count:
             return heads[self.rank * count : (self.rank + 1) * count]
         return heads
 
     @contextmanager
     def in_step(self, device: torch.device) -> Iterator[None]:
-        """Work that may fail on one rank alone: then it fails on all of them, as no rank may go on without the others.
+        """Makes the block fail on all ranks if it fails on one, as no rank may go on without the others.
 
-        Every rank of the `group` must come here. Reads the device.
+        Every rank of `group` must enter it. Reads the device.
 
         Raises:
-            What the block raised; on the other ranks an error of its kind that names the rank.
+            Exception: raised by the block; on the other ranks an error of the same kind that names the rank.
         """
         error = None
         try:
@@ -79,19 +79,19 @@ class TensorParallel:
         return self
 
     def __reduce__(self) -> tuple:
-        # a process group stays in its process; the next generate() finds it again
+        # a process group cannot leave its process; the next generate() finds it again
         return TensorParallel, (self.rank, self.size)
 
 
 def error_kind(error: Exception) -> str:
-    """Which of `ERROR_KINDS` other ranks raise for `error`."""
+    """Returns the name in `ERROR_KINDS` of the error that other ranks raise for `error`."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "MemoryError"
     return "ValueError" if isinstance(error, ValueError) else "RuntimeError"
 
 
 def main_device(model: Any) -> torch.device:
-    """Where layers run that `layer_devices` does not name. Weights that are offloaded stand on the meta device."""
+    """Returns the device of layers that `layer_devices` does not name. Offloaded weights are on the meta device."""
     device_map = getattr(model, "hf_device_map", None) or {}
     running = [device for device in device_map.values() if device not in ("cpu", "disk")]
     if running:
@@ -105,7 +105,7 @@ def main_device(model: Any) -> torch.device:
 
 
 def layer_devices(model: Any) -> dict[int, torch.device]:
-    """Where each layer of the decoder runs; empty unless a `device_map` put the model on several devices."""
+    """Returns the device of each decoder layer; empty unless a `device_map` put the model on several devices."""
     device_map = getattr(model, "hf_device_map", None) or {}
     # layers offloaded to the host or to disk run on the first other device
     running = [device for device in device_map.values() if device not in ("cpu", "disk")]
@@ -116,20 +116,20 @@ def layer_devices(model: Any) -> dict[int, torch.device]:
 
 
 def absent_layers(model: Any, layers: list[int]) -> set[int]:
-    """Those of `layers` that pipeline parallelism put into another process."""
+    """Returns the members of `layers` that pipeline parallelism put into another process."""
     here = _layer_names(model)
     return set(layers) - set(here) if here else set()
 
 
 def are_apart(model: Any, layers: tuple[int, ...]) -> bool:
-    """Whether `layers` are on several devices, or some of them only are in this process."""
+    """Returns whether `layers` are on several devices, or only some of them are in this process."""
     devices = layer_devices(model)
     absent = absent_layers(model, list(layers))
     return len({devices.get(layer) for layer in layers}) > 1 or 0 < len(absent) < len(layers)
 
 
 def _layer_names(model: Any) -> dict[int, str]:
-    """The name of a module in each of the decoder's layers that are in this process."""
+    """Returns the name of one module in each decoder layer of this process, by layer index."""
     decoder = {id(module) for module in model.get_decoder().modules()}
     names: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -146,5 +146,5 @@ def _entry(device_map: dict[str, Any], name: str) -> Any:
 
 
 def _actual(device: Any) -> torch.device:
-    """As tensors name it: "cuda" and 0 are cuda:0."""
+    """Returns the device as tensors name it: "cuda" and 0 become cuda:0."""
     return torch.empty(0, device=device).device

@@ -32,23 +32,23 @@ from .usage import Usage
 
 
 class DiffKVCache(OtherStates, Cache):
-    """A cache that keeps important tokens at high precision, others at low precision, and prunes the rest.
+    """Compressed cache with a precision for each head, or high and low levels by significance, and optional pruning.
 
-    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model and sets it back,
-    elsewhere call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window,
-    linear) keep Transformers' own layers.
+    It works with models whose attention implementation is `"diffkv"`. `generate()` switches a model and sets it back;
+    elsewhere call `model.set_attn_implementation("diffkv")`. Layers other than plain full attention (sliding window,
+    linear) keep Transformers' own cache layers.
 
     Args:
-        model_config: the model's `PretrainedConfig`, or the model itself; `config=` takes it as `DynamicCache` does.
-        config: a `DiffKVConfig`, the name of a preset ("quality", "balanced", "small"), or a dict of fields on top of
-            `DiffKVConfig.for_model(model_config)`, which None takes as it is.
-        **kwargs: single fields of `DiffKVConfig`, on top of `config`.
+        model_config: the model's `PretrainedConfig`, or the model itself; also accepted as `config=`, like in
+            `DynamicCache`.
+        config: a `DiffKVConfig`, the name of a preset ("quality", "balanced", "small"), or a dict of fields that
+            override `DiffKVConfig.for_model(model_config)`; None takes the latter unchanged.
+        **kwargs: single fields of `DiffKVConfig` that override `config`.
 
     Raises:
-        ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is no configuration.
-        UnsupportedModelError: models this cache cannot work with: encoder-decoder models, models that cache latents or
-            attend to a selection of tokens, models without attention; given the model itself, also those whose
-            attention cannot be switched.
+        ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is not a configuration.
+        UnsupportedModelError: encoder-decoder models, models that cache latents or attend to a selection of tokens,
+            models without attention, and, if the model itself is given, models whose attention cannot be switched.
     """
 
     # Transformers' own and compressed ones
@@ -84,7 +84,7 @@ class DiffKVCache(OtherStates, Cache):
         self._find_moments(model)
 
     def _new_layers(self) -> dict[int, DiffKVLayer]:
-        """Empty ones for the groups of heads that there are, by their index in the model."""
+        """Makes empty compressed layers for the current head groups, by index in the model."""
         made = {}
         for index, layer_idx in enumerate(self._compressed_layers):
             groups = [place for place, group in enumerate(self.stores.groups) if group.layer == index]
@@ -92,7 +92,7 @@ class DiffKVCache(OtherStates, Cache):
         return made
 
     def _note_layers(self) -> None:
-        """Finds out where a forward ends."""
+        """Notes with which layer a forward ends."""
         here = [i for i, layer in enumerate(self.layers) if getattr(layer, "index", None) not in self.stores.absent]
         compressed = self.compressed_layers()
         self._last_layer = max(here, default=0)
@@ -101,10 +101,10 @@ class DiffKVCache(OtherStates, Cache):
             self.layers[layer_idx].is_last = layer_idx == self._last_layer
 
     def _find_moments(self, model: Any) -> None:
-        """Looks for the moments of the model's queries, unless nothing is rounded by them or they are there.
+        """Looks up the model's query moments, unless the configuration does not use them or they are already known.
 
         Raises:
-            ValueError: a file that is no such file, or of another model.
+            ValueError: the file is not a moments file, or belongs to another model.
         """
         if self.stores.moments is None and self.stores.num_layers:
             moments = moments_for(model, self.config)
@@ -114,17 +114,18 @@ class DiffKVCache(OtherStates, Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes a layer's new keys and values, [batch, heads, tokens, head_dim] each.
+        """Takes a layer's new key and value states, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, an earlier
-                forward stopped halfway, or the model that `generate()` filled this cache with has another attention.
+            HandOverError: tokens announced by an earlier `update` never reached the `diffkv` attention function, an
+                earlier forward stopped halfway, or the model with which `generate()` filled this cache has another
+                attention implementation.
         """
         self._check_picked_up()
         layer = self.layers[layer_idx]
         if self.stores.awaited is not None and layer_idx <= self._layer_of(self.stores.awaited):
             self.stores.check_read()
-        # else the host learns nothing of this forward
+        # else the host does not see this forward
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
         if told and layer_idx <= self._first_compressed:
             self._check_switched()
@@ -135,12 +136,12 @@ class DiffKVCache(OtherStates, Cache):
         comes_once = not has_states(layer)
         self.stores.turns.reach(layer_idx, comes_once)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        # else the forward ends with its thread's next one, or when its thread is seen outside of it
+        # else the forward ends with its thread's next one, or once its thread is seen outside of it
         self.stores.turns.layer_done(comes_once and layer_idx == self._last_layer, self.stores.awaited is not None)
         return returned
 
     def _check_switched(self) -> None:
-        """Raises `HandOverError` before anything has changed where the cache's model has an attention of others."""
+        """Raises `HandOverError`, before anything changes, if the cache's model has one of Transformers' attentions."""
         model = self.usage.model
         name = None if model is None else attention_of(model.config.get_text_config(decoder=True))
         if is_stock_attention(name):
@@ -151,7 +152,7 @@ class DiffKVCache(OtherStates, Cache):
             )
 
     def check_handover(self) -> None:
-        """Raises `HandOverError` if announced keys and values were not picked up by all attention functions."""
+        """Raises `HandOverError` unless all attention functions picked up the announced keys and values."""
         self._check_picked_up()
         self.stores.check_read()
 
@@ -177,15 +178,14 @@ class DiffKVCache(OtherStates, Cache):
 
     @between_forwards
     def attach(self, model: Any) -> None:
-        """Tells the cache over which devices and processes `model` is spread.
+        """Tells the cache on which devices and processes `model` runs.
 
-        `generate()` does it. Call it before `model(...)` with a model under tensor parallelism, so that ranks stop
-        together where one cannot go on, or with a `device_map` over several devices and `max_bytes`, or one that parts
-        layers that share keys and values: the layer that the others read is then not compressed.
+        `generate()` calls it. Call it yourself before `model(...)` in three cases: under tensor parallelism, so that
+        ranks stop together if one fails; with `max_bytes` and a `device_map` over several devices; and with a
+        `device_map` that separates layers that share keys and values, where the layer that is read stays uncompressed.
 
         Raises:
-            ValueError: the model has other layers than the one this cache was made for, or the moments that are kept of
-                its queries have.
+            ValueError: the model, or its query moments, have other layers than the model this cache was made for.
         """
         self.check_layers(model)
         if self.stores.share_heads(TensorParallel.of(model)):
@@ -201,36 +201,38 @@ class DiffKVCache(OtherStates, Cache):
         self._find_moments(model)
 
     def compressed_layers(self) -> list[int]:
-        """Indices of the layers this cache compresses."""
+        """Returns the indices of the compressed layers."""
         return [i for i, layer in enumerate(self.layers) if isinstance(layer, DiffKVLayer)]
 
     def placed(self) -> list[LayerPart]:
-        """What takes the tokens of each group of heads (`Stores.groups`), in order; some layers have two."""
+        """Returns the layer part of each head group (`Stores.groups`), in order; some layers have two."""
         return [part for layer in self.layers if isinstance(layer, DiffKVLayer) for part in layer.parts]
 
     def _layer_of(self, index: int) -> int:
-        """Index in the model of the layer that has a group of heads."""
+        """Returns the index in the model of the layer of a head group."""
         return self._compressed_layers[self.stores.groups[index].layer]
 
     @reports
     def memory(self) -> MemoryReport:
-        """What the cache holds, in bytes and tokens; under tensor parallelism, of this rank's heads."""
+        """Reports bytes and tokens of the cache; under tensor parallelism for this rank's heads."""
         return memory_report(self)
 
     @reports
     def levels(self, layer_idx: int | None = None) -> Tensor:
-        """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
+        """Returns levels, int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
 
-        Under tensor parallelism, here and below, kv_heads are those of this rank.
+        Under tensor parallelism, here and below, kv_heads counts this rank's heads.
         """
         layer = self._filled_layer(layer_idx)
         return layer.together([levels(part.store, part.slot) for part in layer.parts])
 
     @reports
     def dequantize(self, layer_idx: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
+        """Decompresses a layer.
 
-        Entries that are not stored are zero.
+        Returns:
+            Keys and values, float32 [batch, kv_heads, seen, head_dim], zero for tokens that are not stored; and which
+            tokens are stored, bool [batch, kv_heads, seen].
         """
         layer = self._filled_layer(layer_idx)
         tokens = [read_tokens(part.store, part.slot) for part in layer.parts]
@@ -239,15 +241,15 @@ class DiffKVCache(OtherStates, Cache):
 
     @reports
     def significance(self, layer_idx: int | None = None) -> Tensor:
-        """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries.
+        """Returns significance, float32 [batch, kv_heads, seen]: attention each token received from later queries.
 
-        NaN for heads that have a precision beside others whose tokens are chosen.
+        It is NaN for heads with a fixed precision in a layer whose other heads choose levels by significance.
 
         Raises:
-            ValueError: nothing in this layer is chosen by it, so no sums are kept.
+            ValueError: no level in this layer depends on significance, so none is kept.
         """
         layer = self._filled_layer(layer_idx)
-        # under tensor parallelism the heads that choose tokens may be another rank's
+        # under tensor parallelism the heads that choose levels may belong to another rank
         if self.stores.groups[layer.index].heads is None and not layer.store.layout.selects:
             raise ValueError(
                 f"layer {layer_idx} of this cache keeps no significance, as every token of a head has one precision; "
@@ -259,12 +261,12 @@ class DiffKVCache(OtherStates, Cache):
 
     @between_forwards
     def check_integrity(self) -> None:
-        """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
+        """Raises `IntegrityError` unless every page has one owner, and counts and tables agree."""
         for store in self.stores.all:
             check_integrity(store)
 
     def _filled_layer(self, layer_idx: int | None) -> Any:
-        """A compressed layer that holds something. Raises `ValueError` where it is no such layer."""
+        """Returns a compressed layer that holds tokens. Raises `ValueError` if the layer is not such a layer."""
         if not isinstance(layer_idx, Integral):
             raise ValueError(
                 f"layer_idx={layer_idx!r} must be an integer: pass the layer, one of compressed_layers(), which are "
@@ -283,11 +285,14 @@ class DiffKVCache(OtherStates, Cache):
         return layer
 
     def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
-        """Writes the cache as safetensors and JSON; with `model` its weights are checked when loading.
+        """Writes the cache as safetensors and JSON.
+
+        Args:
+            model: model of the cache, whose weights are then checked on loading; None records no weights.
 
         Raises:
-            ValueError: tokens that may still be taken back (call `crop(0)`), a layer that cannot be saved, or a
-                `model` with another configuration than the cache was made for, or with offloaded weights.
+            ValueError: some tokens may still be taken back (call `crop(0)`), a layer cannot be saved, or `model` has
+                another configuration than the cache's model, or offloaded weights.
         """
         if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
             raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")
@@ -297,18 +302,18 @@ class DiffKVCache(OtherStates, Cache):
     def from_pretrained(
         cls, save_directory: str | os.PathLike, model: Any, *, device: torch.device | str | None = None
     ) -> DiffKVCache:
-        """Reads what `save_pretrained` wrote.
+        """Reads a cache that `save_pretrained` wrote.
 
         Args:
-            model: the model, onto the devices of whose layers the cache is read; or its `PretrainedConfig`, where there
-                is no model yet: its weights are not compared then.
-            device: with a configuration, where to; None takes the CPU.
+            model: the model, whose layers' devices the cache is loaded onto; or its `PretrainedConfig` if there is no
+                model yet, in which case weights are not compared.
+            device: target device if `model` is a configuration; None takes the CPU.
 
         Raises:
-            FileNotFoundError: there is no saved cache.
+            FileNotFoundError: no cache was saved there.
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
-            UnsupportedModelError: a configuration that this cache cannot work with.
-            ValueError: `model` is neither, or a `device` is given beside a model.
+            UnsupportedModelError: the model is of a kind that this cache cannot work with.
+            ValueError: `model` is neither a model nor a configuration, or `device` is given together with a model.
         """
         model_config = configuration_of(model)
         if not hasattr(model_config, "get_text_config"):
@@ -326,13 +331,13 @@ class DiffKVCache(OtherStates, Cache):
 
     @between_forwards
     def fork(self, n: int) -> list[DiffKVCache]:
-        """`n` caches that continue from the same tokens and share this one's memory until they change.
+        """Makes `n` caches that continue from the same tokens and share this one's memory until they change.
 
-        The first forward of a fork copies what it shares: a forward adds to the significance of all tokens, which
-        stands beside them. Layers of Transformers' own are copied.
+        The first forward of a fork copies the pages it shares, because it adds to the significance of all tokens,
+        which is kept in the pages. Transformers' own layers are copied at once.
 
         Raises:
-            ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
+            ValueError: n is below 1, or some tokens may still be taken back (call `crop(0)`).
             CacheInUseError: another thread's `generate()` is using the cache.
         """
         if not isinstance(n, Integral) or n < 1:
@@ -353,15 +358,15 @@ class DiffKVCache(OtherStates, Cache):
         return twin
 
     def reset(self) -> None:
-        """Empties the cache and gives its memory back."""
-        # also after an error within a forward, which does not go on
+        """Empties the cache and frees its memory."""
+        # also after an error within a forward, which will not resume
         with self.stores.between_forwards(whatever_runs=True):
             self._forget_tokens()
             self.usage.clear()
 
     @between_forwards
     def start_over(self) -> None:
-        """Forgets the tokens within a `generate()` call, which goes on and computes all of them anew."""
+        """Forgets all tokens within a `generate()` call, which then recomputes them."""
         recording = self.stores.recording
         self._forget_tokens()
         if recording:
@@ -373,25 +378,25 @@ class DiffKVCache(OtherStates, Cache):
             if hasattr(layer, "record_past"):
                 layer.record_past = False
             if isinstance(layer, DynamicLayer):
-                # up to Transformers 5.17 these keep their old keys, as zeros in front of the new ones
+                # up to Transformers 5.17 these layers keep their old keys, as zeros in front of the new ones
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         self.stores.clear()
         self.held_tokens.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Makes sequence i what sequence beam_idx[i] was; beam_idx: int64 [batch]."""
+        """Reorders sequences: sequence i becomes the former sequence beam_idx[i]; beam_idx: int64 [batch]."""
         self._select(torch.as_tensor(beam_idx).long(), lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence `repeats` times, copies side by side."""
+        """Repeats every sequence `repeats` times, with copies next to each other."""
         if not isinstance(repeats, Integral) or repeats < 1:
             raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
         index = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
         self._select(index, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the sequences `indices` (int64, or bool [batch]); the others give their pages back at once."""
+        """Keeps the sequences `indices` (int64, or bool [batch]) and frees the pages of the others at once."""
         indices = torch.as_tensor(indices)
         try:
             index = torch.arange(max(self.batch_size, 0)).to(indices.device)[indices]
@@ -419,9 +424,9 @@ class DiffKVCache(OtherStates, Cache):
 
     @between_forwards
     def activate_past_recording(self) -> None:
-        """From now on new tokens can be taken back by `crop`, which must follow every forward.
+        """Lets `crop` take back new tokens from now on; `crop` must then follow every forward.
 
-        Between two crops tokens are attended exactly and not compressed; up to 512 of them are held uncompressed.
+        Between two crops new tokens stay uncompressed and attention to them is exact. Up to 512 can be held so.
         """
         super().activate_past_recording()
         self.stores.recording = True
@@ -431,13 +436,13 @@ class DiffKVCache(OtherStates, Cache):
 
     @between_forwards
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last tokens back: levels, significance and pages become as if they had never been seen.
+        """Takes back the last tokens. Levels, significance and pages become as if they had never been seen.
 
         Args:
-            tokens_to_remove: minus the number of tokens, or 0 to keep all.
+            tokens_to_remove: negated number of tokens to remove, or 0 to keep all.
 
         Raises:
-            ValueError: a positive number, or more tokens than can be taken back; nothing has changed then.
+            ValueError: a positive number, or more tokens than can be taken back; the cache is then unchanged.
         """
         # generate() passes a tensor in some versions
         if isinstance(tokens_to_remove, Tensor):
@@ -470,7 +475,7 @@ class DiffKVCache(OtherStates, Cache):
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """-1: no maximum (the older name of `get_max_length`)."""
+        """Returns -1, no maximum. Older name of `get_max_length`."""
         return -1
 
     def __iter__(self) -> Iterator:
@@ -484,5 +489,5 @@ class DiffKVCache(OtherStates, Cache):
             with self.stores.between_forwards():
                 return f"{type(self).__name__}({in_short(self)})"
         except HandOverError:
-            # within a forward of this thread: what the host knows so far
+            # within a forward of this thread: describes the state that the host knows so far
             return f"{type(self).__name__}({in_short(self)})"

@@ -1,8 +1,8 @@
-"""Errors users see when a model and the cache do not fit together."""
+"""Errors for models and caches that do not fit together."""
 
 
 class NotCapturableError(RuntimeError):
-    """A decode step that depends on something the host knows, which a captured step would keep as it was."""
+    """A decode step depends on a value on the host, which a captured step would freeze."""
 
 
 class HandOverError(RuntimeError):
@@ -10,11 +10,11 @@ class HandOverError(RuntimeError):
 
 
 class CacheNotUsedError(HandOverError):
-    """A model computed with another cache than `generate()` was given, or with none."""
+    """A model used another cache than `generate()` was given, or none."""
 
 
 class ModelInUseError(RuntimeError):
-    """A model that `generate()` and continuous batching would use at once, each with an attention of its own."""
+    """`generate()` and continuous batching would use a model at the same time, each with its own attention."""
 
 
 class UnsupportedModelError(ValueError):
@@ -22,12 +22,12 @@ class UnsupportedModelError(ValueError):
 
 
 def forward_under_way() -> HandOverError:
-    """The error for whoever looks at a cache from within a forward."""
+    """Returns the error for reading or changing a cache from within a forward."""
     return HandOverError("a forward is under way; look at the cache when it has returned.")
 
 
 def stopped_halfway() -> HandOverError:
-    """The error for layers that disagree about how many tokens they have seen."""
+    """Returns the error for layers that have seen different numbers of tokens."""
     return HandOverError(
         "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and start over."
     )

@@ -1,8 +1,8 @@
-"""Captured decode steps: what `generate()` runs for every token is recorded once and replayed (docs/graphs.md).
+"""Captured decode steps: the work of `generate()` for one token is recorded once and replayed (docs/graphs.md).
 
-Only the device's work is captured: the model's forward and the compaction behind it. What the host has to do, looking
-at the counts every few steps and making room, happens between two replays. A step is replayed only while every tensor
-it touches is where it was at capture; otherwise one step runs uncaptured and the next is captured anew.
+Only the device's work is captured: the model's forward and the compaction after it. The host's work, reading counts
+every few steps and reserving memory, happens between two replays. A step is replayed only while every tensor it uses
+has the address it had at capture; otherwise one step runs uncaptured and the next is captured again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .errors import NotCapturableError
 from .layer import DiffKVLayer
 
 _logger = logging.getLogger("hf_diffkv")
-# tables and buffers are made for the tokens to come, but not for more than so many at once
+# upper bound on the tokens for which tables and buffers are reserved ahead at once
 MOST_TOKENS_AHEAD = 4096
-# name of the buffer for what the newest token sees of the sliding windows
+# name of the buffer for the newest token's mask over the sliding windows
 WINDOW_MASK = "window_mask"
 _MASKS = {"attention_mask": torch.bool, WINDOW_MASK: torch.bool}
-# how work is recorded, by type of device; other devices run every step from Python
+# recorder by device type; other devices run every step from Python
 GRAPH_TYPES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}
-# models of which a step could not be captured; it is not tried again
+# models whose step could not be captured; capturing is not tried again
 _given_up: weakref.WeakSet[Any] = weakref.WeakSet()
 _CUDAGRAPHS = "triton.cudagraphs"
-# what could not be compiled is not tried again, which may take minutes
+# configurations that failed to compile; they are not tried again, as that may take minutes
 _failed: weakref.WeakKeyDictionary[Any, list[CompileConfig]] = weakref.WeakKeyDictionary()
 
 
 class _Captured(NamedTuple):
-    """A graph, the buffers of its inputs, its output, and all inputs, as none of them may be freed before it."""
+    """A graph with its input buffers, output and all inputs, none of which may be freed before it."""
 
     graph: Any
     buffers: dict[str, Tensor]
@@ -53,7 +53,7 @@ class _Captured(NamedTuple):
 
 
 class GraphRequest(CompileConfig):
-    """Carries the captured step to where `generate()` asks the model for its compiled forward."""
+    """Compile configuration that carries the captured step to `get_compiled_call`."""
 
     def __init__(self, step: DecodeStep) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GraphRequest(CompileConfig):
 
 
 def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
-    """Whether `generate()` shall replay captured steps."""
+    """Returns whether `generate()` should replay captured steps."""
     return (
         cache.config.cuda_graphs
         and model.device.type in GRAPH_TYPES
@@ -76,7 +76,7 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
 
 
 def rotates_by_length(model: Any) -> bool:
-    """Whether rotary frequencies change with the length, which such a model reads off the device at every step."""
+    """Returns whether rotary frequencies depend on the length, which such a model reads from the device each step."""
     types = [getattr(module, "rope_type", None) for module in model.modules()]
     types += [kind for found in types if isinstance(found, dict) for kind in found.values()]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in types)
@@ -86,18 +86,18 @@ class DecodeStep:
     """Stands in for `model.__call__` during one `generate()` call.
 
     Args:
-        model: called as it is for whatever is not a plain decode step.
-        cache: the cache of the call.
-        max_tokens: length at which generation stops, for which room is made ahead.
-        compile_config: with which the forward that is captured is compiled; None leaves it as it is.
+        model: model that is called directly for everything but plain decode steps.
+        cache: cache of the call.
+        max_tokens: length at which generation stops, up to which memory is reserved ahead.
+        compile_config: compile configuration of the captured forward; None does not compile it.
         get_compiled_call: Transformers' method of that name.
 
     Attributes:
-        captures, replays: how often each happened.
-        compiled: whether the forward that is captured is compiled.
+        captures, replays: number of captures and of replays.
+        compiled: whether the captured forward is compiled.
 
     Raises:
-        ValueError: a `compile_config` that cannot be used here.
+        ValueError: `compile_config` cannot be used here.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class DecodeStep:
         self.windows = Windows(cache.layers, model.config.get_text_config(decoder=True))
         self.captures = self.replays = 0
         self._failed = self._compacted = False
-        # where everything was after the last uncaptured step; capturing must not be the first use of a kernel
+        # addresses after the last uncaptured step; capturing must not be the first use of a kernel
         self._warm: tuple | None = None
-        # where everything was when these were captured, by whether a compaction follows
+        # addresses at capture, and graphs by whether a compaction follows
         self._place: tuple | None = None
         self._graphs: dict[bool, _Captured] = {}
 
@@ -127,7 +127,7 @@ class DecodeStep:
             return self._run(args, inputs)
 
     def _run(self, args: tuple, inputs: dict[str, Any]) -> Any:
-        # Transformers hands the tokenizer that stop strings need on to the model, which has no use for it
+        # Transformers passes the tokenizer for stop strings on to the model, which does not use it
         inputs.pop("tokenizer", None)
         stores = self._stores(args, inputs)
         if not stores:
@@ -144,7 +144,7 @@ class DecodeStep:
         tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(stores))
         ready = all(store.scratch_fits() and not store.centers_soon for store in stores)
-        # what is done once for a row is not captured
+        # work done only once per row is not captured
         if not (ready and place == self._warm):
             output = self.model(**inputs)
             self._warm = (fixed, self._addresses(stores))
@@ -152,7 +152,7 @@ class DecodeStep:
                 self._graphs.clear()
                 self._place = self._warm
             return output
-        # a kernel's first run, for which it is compiled, must not be a capture; all stores count the same steps
+        # a kernel's first run compiles it and must not be a capture; all stores count the same steps
         compacts = self._compacted
         if compacts not in self._graphs and not self._capture(stores, inputs, tensors, compacts):
             return self.model(**inputs)
@@ -168,7 +168,7 @@ class DecodeStep:
         return _copied(captured.output)
 
     def _stores(self, args: tuple, inputs: dict[str, Any]) -> list[Store]:
-        """All stores of a step that can be captured; none where it must run from Python."""
+        """Returns all stores if the step can be captured, else an empty list: it must run from Python."""
         stores, ids, mask = self.cache.stores, inputs.get("input_ids"), inputs.get("attention_mask")
         if self._failed or args or not stores.all or stores.recording or stores.broken:
             return []
@@ -177,7 +177,7 @@ class DecodeStep:
             passed(inputs) is self.cache
             and isinstance(ids, Tensor)
             and ids.shape == (first.batch_size, 1)
-            # without them models count from the length of the cache, which a graph would keep as it was
+            # without them models count from the length of the cache, which a graph would freeze
             and isinstance(inputs.get("position_ids"), Tensor)
             and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
             and all(_is_plain(name, value) for name, value in inputs.items())
@@ -194,7 +194,7 @@ class DecodeStep:
                 for store in stores.all
             )
         )
-        # autocast decides on dtypes where a step runs, and a graph would not see it change
+        # autocast chooses dtypes when a step runs, and a graph would not see it change
         mode = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
         return list(stores.all) if plain and ready and not mode else []
 
@@ -203,17 +203,17 @@ class DecodeStep:
 
     def _reserve(self, store: Store) -> None:
         if store.config.max_bytes is not None:
-            # as long as the budget allows, at once: no graph is valid any more when it moves
+            # reserves all the budget allows at once, as moving the pages invalidates every graph
             store.pool.free_list.reserve(store.pool.max_pages)
         elif store.room < store.seen + 1:
             store.room = min(self.max_tokens, store.seen + max(store.seen, MOST_TOKENS_AHEAD))
-            # made at once, or a graph captured before it is made would not stay valid
+            # allocated now, as a later allocation would invalidate graphs captured before it
             store.forget_bounds()
 
     def _static_inputs(self, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], tuple]:
-        """What goes into a graph's buffers, and what a graph keeps as it was.
+        """Returns the tensors for a graph's buffers, and the inputs that a graph freezes.
 
-        Of a mask, which grows, buffers get what concerns the newest token and the windows.
+        A mask grows with every step, so the buffers hold only its part for the newest token and for the windows.
         """
         tensors: dict[str, Tensor] = {}
         fixed: list[tuple] = []
@@ -232,7 +232,7 @@ class DecodeStep:
     def _capture(self, stores: list[Store], inputs: dict[str, Any], tensors: dict[str, Tensor], compacts: bool) -> bool:
         buffers = {name: value.to(_MASKS.get(name, value.dtype), copy=True) for name, value in tensors.items()}
         captured = {**inputs, **buffers}
-        # prepared masks, or models would make them from the length of the cache
+        # masks are prepared here, as models would derive them from the length of the cache
         batch_size, device = stores[0].batch_size, stores[0].device
         everything = partial(torch.ones, dtype=torch.bool, device=device)
         mask = buffers.get("attention_mask")
@@ -258,7 +258,7 @@ class DecodeStep:
         try:
             self._warm_up(captured)
             output = graph.capture(work)
-        except Exception as error:  # models fail in many ways; nothing has run on the device, so the step can go on
+        except Exception as error:  # models fail in many ways; nothing has run on the device, so the step can still run
             self._give_up(error)
             return False
         finally:
@@ -275,7 +275,7 @@ class DecodeStep:
         _logger.warning("decode steps are not captured, which is slower: %s", ": ".join(reason))
 
     def _warm_up(self, inputs: dict[str, Any]) -> None:
-        """Runs the forward with an attention that touches nothing: compiling must not happen within a capture."""
+        """Runs the forward with an attention that changes nothing, as compiling must not happen within a capture."""
         self.cache.stores.rehearsing = True
         try:
             with self.windows.kept(), self.windows.in_place():
@@ -296,7 +296,7 @@ class DecodeStep:
             self._forward(**inputs)
 
     def _count(self, stores: list[Store], mask: Tensor | None) -> None:
-        """What the layers note on the host in a step that runs from Python."""
+        """Updates counts on the host, as the layers do in a step that runs from Python."""
         self.windows.count()
         for store in stores:
             count_step(store)
@@ -311,7 +311,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def _copied(output: Any) -> Any:
-    """`output` with tensors that the next replay leaves alone, those in tuples (hidden states, say) included."""
+    """Copies `output`, tensors in tuples (such as hidden states) included, so that replays do not overwrite it."""
     return type(output)(**{name: _copied_value(value) for name, value in output.items()})
 
 
@@ -322,10 +322,10 @@ def _copied_value(value: Any) -> Any:
 
 
 def within_graph(asked: CompileConfig) -> CompileConfig:
-    """`asked` for a forward that is captured as a whole: the compiler captures nothing itself, and shapes are fixed.
+    """Adapts `asked` to a captured forward: the compiler captures nothing itself, and shapes are fixed.
 
     Raises:
-        ValueError: a mode or backend that is not known, or that only captures.
+        ValueError: an unknown mode or backend, or one that only captures.
     """
     dynamic = False if asked.dynamic is None else asked.dynamic
     if asked.backend != "inductor":
@@ -335,7 +335,7 @@ def within_graph(asked: CompileConfig) -> CompileConfig:
             )
         mode = None if asked.mode in _default_modes() else asked.mode
         return CompileConfig(asked.fullgraph, dynamic, asked.backend, mode, asked.options)
-    # imported here, as loading it takes long
+    # imported here, as importing it is slow
     from torch._inductor import list_mode_options
 
     modes = list_mode_options()
@@ -348,18 +348,19 @@ def within_graph(asked: CompileConfig) -> CompileConfig:
 
 
 def _default_modes() -> tuple[str | None, ...]:
-    """Modes that change nothing but whether the compiler captures graphs, the default of `CompileConfig` among them."""
+    """Returns the modes that at most make the compiler capture graphs, the default of `CompileConfig` included."""
     return None, "default", CompileConfig().mode
 
 
 def compiled_forward(model: Any, asked: CompileConfig, get_compiled_call: Callable) -> Callable | None:
-    """The forward of `model`, to be compiled when it is first called; None where that cannot be.
+    """Returns the forward of `model`, which compiles on its first call, or None if it cannot be compiled.
 
     Args:
+        asked: compile configuration that the user gave.
         get_compiled_call: Transformers' method, which keeps one compiled forward per model.
 
     Raises:
-        ValueError: see `within_graph`.
+        ValueError: `asked` cannot be used (`within_graph`).
     """
     config = within_graph(asked)
     quantizer = getattr(model, "hf_quantizer", None)
@@ -370,9 +371,9 @@ def compiled_forward(model: Any, asked: CompileConfig, get_compiled_call: Callab
 
 
 def not_compiled(model: Any, asked: CompileConfig, error: Exception) -> None:
-    """Says once that compiling failed, and remembers it."""
+    """Warns that compiling failed, and remembers it."""
     _failed.setdefault(model, []).append(within_graph(asked))
-    # what a backend raised is wrapped, and messages are long
+    # a backend's error is wrapped, and messages are long
     cause = getattr(error, "inner_exception", error)
     reason = [type(cause).__name__, *str(cause).strip().splitlines()[:1]]
     _logger.warning(

@@ -1,4 +1,4 @@
-"""Which token ids a cache holds, as far as `generate()` has shown them."""
+"""Token ids that a cache holds, as far as `generate()` has passed them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Piece:
     """Ids of consecutive tokens.
 
     Attributes:
-        start: position of the first, padding counted.
+        start: position of the first token, padding included.
         ids: int64 [batch, tokens]; never written to.
     """
 
@@ -22,36 +22,37 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Position behind the last."""
+        """Position after the last token."""
         return self.start + self.ids.shape[1]
 
 
 class HeldTokens:
-    """Remembers the ids that `generate()` runs a model on, to know a prompt that does not continue them.
+    """Remembers the token ids of `generate()` calls, to detect a prompt that does not continue them.
 
-    Positions that other calls filled, embeddings or a forward of one's own, stay unknown. In decode steps ids are kept
-    by reference, so that nothing is computed or read. The ids of a forward count once the cache is found to have
-    seen as many tokens as it was to add.
+    Positions filled by embeddings or by the user's own forwards stay unknown. In decode steps ids are kept by
+    reference, so that nothing is computed or read. The ids of a forward count once the cache has seen as many tokens
+    as the forward was to add.
     """
 
     def __init__(self) -> None:
-        # and the seen tokens before and after the forward noted last; replaced as a whole, as any thread may read it
+        # pieces, and seen tokens before and after the last noted forward; replaced whole, as any thread may read it
         self._held: tuple[list[Piece], int, int] = ([], 0, 0)
 
     def pieces(self, seen: int) -> list[Piece]:
-        """What is known of the `seen` tokens of a cache, in order and without overlaps."""
+        """Returns the known ids among the `seen` tokens of a cache, in order and without overlaps."""
         pieces, before, after = self._held
         return list(pieces) if seen == after else _cut(pieces, min(seen, before))
 
     def take_up(self, pieces: list[tuple[int, Tensor]], seen: int) -> None:
-        """Knows of a cache that has `seen` tokens the `pieces`, each a `Piece`'s start and ids."""
+        """Sets the known ids of a cache with `seen` tokens; `pieces` holds start and ids of each `Piece`."""
         self._hold([Piece(start, ids) for start, ids in pieces], seen)
 
     def note(self, ids: Tensor, new: int, seen: int, of_user: bool) -> None:
-        """Notes that a forward is about to add the last `new` tokens of `ids` to a cache that has `seen` tokens.
+        """Notes that a forward is about to add the last `new` tokens of `ids` to a cache with `seen` tokens.
 
         Args:
-            ids: int64 [batch, tokens]. of_user: whether they may be written to afterwards, as the user holds them.
+            ids: int64 [batch, tokens].
+            of_user: whether `ids` belongs to the user, who may write to it afterwards.
         """
         pieces = self.pieces(seen)
         last = pieces[-1] if pieces and pieces[-1].end == seen else None
@@ -66,13 +67,14 @@ class HeldTokens:
         self._held = (pieces, seen, seen + new)
 
     def check(self, input_ids: Tensor, attention_mask: Tensor | None, seen: int) -> None:
-        """Compares a prompt with what is known of the `seen` tokens it should begin with. Reads the device.
+        """Compares a prompt with the known ids of the `seen` tokens it should begin with. Reads the device.
 
         Args:
-            input_ids: int64 [batch, tokens], the whole text. attention_mask: [batch, tokens]; None hides no token.
+            input_ids: int64 [batch, tokens], the whole text.
+            attention_mask: [batch, tokens]; None hides no token.
 
         Raises:
-            ValueError: they part.
+            ValueError: the prompt differs from the cached tokens.
         """
         tokens, device = input_ids.shape[1], input_ids.device
         pieces = [piece for piece in self.pieces(seen) if piece.start < tokens]
@@ -100,13 +102,13 @@ class HeldTokens:
         self._hold(_cut(self.pieces(seen), seen - tokens), seen - tokens)
 
     def select(self, index: Tensor, seen: int) -> None:
-        """Makes sequence i what sequence index[i] was; index: int64 [sequences]."""
+        """Reorders sequences: sequence i becomes the former sequence index[i]; index: int64 [sequences]."""
         pieces = self.pieces(seen)
         chosen = [Piece(piece.start, piece.ids.index_select(0, index.to(piece.ids.device))) for piece in pieces]
         self._hold(chosen, seen)
 
     def clear(self) -> None:
-        """Forgets everything; the cache is empty."""
+        """Forgets all ids, for an empty cache."""
         self._hold([], 0)
 
     def _hold(self, pieces: list[Piece], seen: int) -> None:
@@ -114,11 +116,11 @@ class HeldTokens:
 
     def __deepcopy__(self, memo: dict) -> HeldTokens:
         twin = HeldTokens()
-        # no list of pieces is ever changed
+        # lists of pieces are never changed in place
         twin._held = self._held
         return twin
 
 
 def _cut(pieces: list[Piece], seen: int) -> list[Piece]:
-    """Those among the first `seen` tokens."""
+    """Returns the pieces of the first `seen` tokens."""
     return [Piece(piece.start, piece.ids[:, : seen - piece.start]) for piece in pieces if piece.start < seen]

@@ -1,4 +1,4 @@
-"""Saving a cache to a folder and loading it: safetensors and JSON, nothing pickled."""
+"""Saves caches to folders and loads them, as safetensors and JSON without pickle."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .snapshot import (
 )
 
 FORMAT_VERSION = 4
-# in version 1 thresholds had no batch dimension, and keys and values were held as the model had them; up to version 2
-# there were no sinks; up to version 3 no layers with several states, and all pages had scores and positions
+# version 1: thresholds without a batch dimension, keys not centred; up to version 2: no sinks; up to version 3: no
+# layers with several states, and all pages had scores and positions
 READABLE_VERSIONS = (1, 2, 3, 4)
 FIRST_WITHOUT_SCORES = 4
 JSON_NAME = "diffkv_cache.json"
@@ -37,14 +37,14 @@ TENSORS_NAME = "diffkv_cache.safetensors"
 
 
 def save_cache(cache: CacheContents, save_directory: str | os.PathLike, model: Any = None) -> None:
-    """Writes `cache` into `save_directory` (made if missing).
+    """Writes `cache` into `save_directory`, which is made if missing.
 
     Args:
-        model: also record a fingerprint of this model's weights, which loading then checks.
+        model: model whose weights' fingerprint is recorded, which loading then checks; None records none.
 
     Raises:
-        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
-            `save_directory` is no folder.
+        ValueError: some tokens may still be taken back, a layer of Transformers' own cannot be saved, or
+            `save_directory` is not a folder.
     """
     weights = None if model is None else weights_fingerprint(model)
     with cache.stores.between_forwards():
@@ -56,7 +56,7 @@ def save_cache(cache: CacheContents, save_directory: str | os.PathLike, model: A
 
 
 def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) -> None:
-    """Writes `snapshot` into `folder` (made if missing), as this rank's part."""
+    """Writes `snapshot` into `folder`, which is made if missing, as this rank's part."""
     json_path, path = _paths(folder, parallel)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, path)
@@ -73,16 +73,17 @@ def load_cache(
     devices: dict[int, torch.device],
     other_device: torch.device,
 ) -> CacheT:
-    """Reads what `save_cache` wrote.
+    """Reads a cache that `save_cache` wrote.
 
     Args:
-        make_cache: what makes an empty cache, of a model or its configuration.
-        model: a model, or its configuration: then the weights are not compared.
+        make_cache: function that makes an empty cache from a model or its configuration.
+        model: model, or its configuration, in which case weights are not compared.
         parallel: the model's ranks.
-        devices: of its layers. other_device: of those that are not named.
+        devices: device by layer index.
+        other_device: device of layers that `devices` does not name.
 
     Raises:
-        FileNotFoundError: there is no saved cache.
+        FileNotFoundError: no cache was saved there.
         CacheFileError: the files are damaged, newer than this version, or belong to another model.
     """
     folder = Path(save_directory)
@@ -97,7 +98,7 @@ def load_cache(
         cache = restore_snapshot(make_cache, snapshot, model, devices, other_device)
     except CacheFileError as error:
         raise CacheFileError(f"{folder}: {error}") from error
-    # unknown where an earlier hf_diffkv saved the cache
+    # absent from caches that an earlier hf_diffkv saved
     starts = snapshot.content.get("held_tokens", [])
     held = [(start, snapshot.tensors[f"held_tokens{index}"]) for index, start in enumerate(starts)]
     cache.held_tokens.take_up(held, cache.get_seq_length())
@@ -106,14 +107,15 @@ def load_cache(
 
 
 def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device | None = None) -> Snapshot:
-    """Reads what `save_snapshot` wrote.
+    """Reads a snapshot that `save_snapshot` wrote.
 
     Args:
-        device: of the tensors; on a CPU they stay mapped to the file. None reads them into memory of their own, from
-            one look at the file, which another process may remove meanwhile.
+        parallel: the model's ranks.
+        device: device of the tensors; on a CPU they stay mapped to the file. None reads the file into memory at once,
+            as another process may remove it meanwhile.
 
     Raises:
-        FileNotFoundError: there is no saved cache.
+        FileNotFoundError: no cache was saved there.
         OSError: with `device=None`, the files cannot be read.
         CacheFileError: the files are damaged, or newer than this version.
     """
@@ -146,7 +148,7 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
 
 
 def _paths(folder: Path, parallel: TensorParallel) -> tuple[Path, Path]:
-    """Description and tensors; every tensor-parallel rank has files of its own."""
+    """Returns the paths of description and tensors; every tensor-parallel rank has its own files."""
     part = f".rank{parallel.rank}of{parallel.size}" if parallel.size > 1 else ""
     return tuple((folder / name).with_suffix(part + Path(name).suffix) for name in (JSON_NAME, TENSORS_NAME))
 

@@ -1,4 +1,4 @@
-"""Layers of a `DiffKVCache`: take keys and values from the model, and hand them to its attention function."""
+"""Layers of a `DiffKVCache`, which take keys and values from the model and hand them to its attention function."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .layer_part import AwaitedTokens, LayerPart, SplitHeads
 from .stores import Stores, between_forwards
 
 LAYER_TAG = "_diffkv_layer"
-# marks keys whose layer has not been told of them yet
+# marks keys that their layer does not know of yet
 DEFERRED = "_diffkv_deferred"
-# by number: inside a compiled graph a layer is named by one, which comes as a tensor
+# layers by number: a compiled graph identifies a layer by a number, passed as a tensor
 _numbers = itertools.count(1)
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
-    """Fresh aliases, so that the caller's own tensors stay unmarked."""
+    """Marks fresh aliases with their layer, so that the caller's own tensors stay unmarked."""
     key, value = key.view_as(key), value.view_as(value)
     setattr(key, LAYER_TAG, layer)
     setattr(value, LAYER_TAG, layer)
@@ -37,7 +37,7 @@ def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Ten
 
 
 def _as_attended(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast the tensors in the dtype that attention would give them, which need not be that of the model."""
+    """Casts to the dtype that attention uses under autocast, which may differ from the model's."""
     device = key.device.type
     if not torch.is_autocast_enabled(device) or key.dtype == torch.float64:
         return key, value
@@ -46,21 +46,23 @@ def _as_attended(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class DiffKVLayer(CacheLayerMixin):
-    """Stands for a layer of Transformers' own. `update` only announces tokens; the attention function stores them.
+    """Compressed counterpart of a Transformers cache layer.
+
+    `update` only announces tokens; the attention function stores them.
 
     Args:
         stores: shared by all layers of the cache.
-        groups: which of `Stores.groups` have its heads.
-        layer_idx: of the layer in the model.
-        readers: how many later layers of the model read its keys and values as well.
+        groups: indices in `Stores.groups` of the layer's head groups.
+        layer_idx: index of the layer in the model.
+        readers: number of later layers of the model that also read its keys and values.
 
     Attributes:
-        index: of its first group of heads.
+        index: index of the first head group.
         is_last: whether no layer of the cache comes after it.
-        parts: what takes the tokens of each group of its heads.
-        pending: keys and values of each group, until their queries come.
-        awaited: the forward's tokens while readers are still to attend to them.
-        handle: the number under which compiled graphs find it.
+        parts: one part per head group, which takes the group's tokens.
+        pending: keys and values of each group until their queries come.
+        awaited: the forward's tokens until all readers have attended to them.
+        handle: number under which compiled graphs find the layer, int64 [1].
     """
 
     is_sliding = False
@@ -68,12 +70,12 @@ class DiffKVLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, stores: Stores, groups: Sequence[int], layer_idx: int, readers: int = 0) -> None:
-        # not `CacheLayerMixin.__init__`, which sets what is looked up here
+        # not `CacheLayerMixin.__init__`, which sets attributes that are properties here
         self.stores, self.readers, self.index, self.layer_idx = stores, readers, groups[0], layer_idx
         self.is_last = False
         self.parts = [LayerPart(stores, index, readers) for index in groups]
-        # those that begin together: all where later layers read the tokens; else a group begins when the one before it
-        # has attended, so that an error in the first can be undone
+        # parts that begin together: all if later layers read the tokens; else a group begins after the previous one has
+        # attended, so that an error in the first can be undone
         self._at_once = self.parts if readers else self.parts[:1]
         self._heads = SplitHeads([stores.groups[index] for index in groups]) if len(groups) > 1 else None
         self.pending: list[tuple[Tensor, Tensor]] | None = None
@@ -83,27 +85,27 @@ class DiffKVLayer(CacheLayerMixin):
 
     @property
     def store(self) -> Store | None:
-        """Of its first group of heads, None while nothing is held."""
+        """Store of the first head group; None while the layer is empty."""
         return self.parts[0].store
 
     @property
     def seen(self) -> int:
-        """Logical tokens seen: padding and pruned ones included."""
+        """Number of logical tokens seen, padding and pruned tokens included."""
         return self.stores.seen[self.index]
 
     @property
     def is_initialized(self) -> bool:
-        """Whether every group of heads has a place, of which the last one gets its own last."""
+        """Whether every head group has a place in a store; the last group gets its place last."""
         return self.parts[-1].store is not None
 
     @property
     def keys(self) -> Tensor | None:
-        """Dense copy of what is stored, [batch, heads, seen, key_dim]; pruned tokens are zero."""
+        """Dense copy of the stored keys, [batch, heads, seen, key_dim]; pruned tokens are zero."""
         return self._dense("keys")
 
     @property
     def values(self) -> Tensor | None:
-        """The same of values, [batch, heads, seen, value_dim]."""
+        """Dense copy of the stored values, [batch, heads, seen, value_dim]; pruned tokens are zero."""
         return self._dense("values")
 
     @between_forwards
@@ -114,13 +116,13 @@ class DiffKVLayer(CacheLayerMixin):
         return self.together(held)
 
     def _by_part(self, softmax: Softmax, *tensors: Tensor) -> Iterable[tuple]:
-        """Each part with what is its own of tensors of all heads, and with the softmax of its query heads."""
+        """Splits tensors of all heads by part, each with the softmax of its query heads."""
         if self._heads is None:
             return [(self.parts[0], *tensors, softmax)]
         return zip(self.parts, *map(self._heads.apart, tensors), self._heads.softmaxes(softmax))
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """[batch, heads, ...] of all heads, from those of each part."""
+        """Joins the parts' tensors to one of all heads, [batch, heads, ...]."""
         return parts[0] if self._heads is None else self._heads.together(parts)
 
     def __getattr__(self, name: str) -> Any:
@@ -130,19 +132,22 @@ class DiffKVLayer(CacheLayerMixin):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is to be done: the parts find their places with their first tokens."""
+        """Does nothing: parts get their places with their first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Announces new tokens.
 
         Args:
-            key_states: [batch, heads, tokens, key_dim]; value_states: [batch, heads, tokens, value_dim].
+            key_states: [batch, heads, tokens, key_dim].
+            value_states: [batch, heads, tokens, value_dim].
 
         Returns:
-            The same tensors, marked so that the attention function finds this layer.
+            Aliases of both tensors, marked so that the attention function finds this layer.
 
         Raises:
-            ValueError: a batch size, head count, head_dim, dtype or device other than before.
+            ValueError: batch size, head count, head_dim, dtype or device differ from before.
+            HandOverError: an earlier forward stopped halfway.
+            MemoryError: the tokens do not fit.
         """
         if torch.compiler.is_compiling():
             if self.readers and not hasattr(cache_utils, "KVSharingDict"):
@@ -151,13 +156,13 @@ class DiffKVLayer(CacheLayerMixin):
                     "one, which a compiled graph cannot follow; upgrade transformers, or compile without "
                     "fullgraph=True."
                 )
-            # the operator in the graph does all of this when it runs; an attention function without it is found out
+            # the operator in the graph does all of this when it runs; `pending` reveals attention without the operator
             self.stores.pending = self.index
             key, value = _tagged(key_states, value_states, self)
             setattr(key, DEFERRED, True)
             return key, value
         if self.stores.capturing:
-            # a captured step repeats the device's work alone
+            # a captured step repeats only the device's work
             return _tagged(key_states, value_states, self)
         if key_states.is_meta:
             raise ValueError(
@@ -177,7 +182,7 @@ class DiffKVLayer(CacheLayerMixin):
                 for part, given in zip(self._at_once, pending):
                     part.begin(*given)
         except MemoryError:
-            # what other layers or ranks have done for this forward cannot be undone from here
+            # work of other layers or ranks for this forward cannot be undone from here
             self.stores.broken |= self.stores.tensor_parallel.size > 1 or not self.stores.starts_forward(self.index)
             self.stores.turns.end()
             raise
@@ -190,14 +195,14 @@ class DiffKVLayer(CacheLayerMixin):
         return _tagged(key_states, value_states, self)
 
     def _may_fail_alone(self, tokens: int) -> bool:
-        """Whether `update` can fail on one rank and not on another."""
+        """Returns whether `update` can fail on one rank and not on another."""
         if not self.is_initialized:
             return True
         begins = self.store.seen == self.seen and self.stores.starts_forward(self.index)
         return begins and (tokens > 1 or any(store.look_due for store in self.stores.all))
 
     def _in_step(self, device: torch.device, alone: bool) -> AbstractContextManager[None]:
-        """`TensorParallel.in_step` for work that may fail on one rank `alone`, which is the same on every rank."""
+        """Returns `TensorParallel.in_step` if the work may fail on one rank `alone`, which is equal on all ranks."""
         parallel = self.stores.tensor_parallel
         return parallel.in_step(device) if alone and parallel.group is not None else nullcontext()
 
@@ -209,20 +214,21 @@ class DiffKVLayer(CacheLayerMixin):
         mask: Tensor | None = None,
         shown: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the announced tokens; stores them, updates significance, compresses.
+        """Attends with the announced tokens, stores them, updates significance and compresses.
 
         Args:
             query: [batch, query_heads, tokens, key_dim].
-            valid: bool [batch, tokens], None where no token is padding.
-            mask: bool [batch, 1, tokens, tokens] where attention among the new tokens is not plainly causal.
-            shown: bool [batch, past], tokens seen before that are attended, None where all are. Those hidden are
-                dropped for good, even if the forward fails later.
+            softmax: scaling, soft capping and attention sinks.
+            valid: bool [batch, tokens], False for padding; None if no token is padding.
+            mask: bool [batch, 1, tokens, tokens] among the new tokens; None if plainly causal.
+            shown: bool [batch, past], past tokens that are visible; None if all are. Hidden tokens are dropped for
+                good, even if the forward fails later.
 
         Returns:
-            [batch, query_heads, tokens, value_dim].
+            Output, [batch, query_heads, tokens, value_dim].
 
         Raises:
-            ValueError: keys or values that are not finite, or a token is shown that was padding or hidden before.
+            ValueError: keys or values are not finite, or a token is shown that was padding or hidden before.
             MemoryError: the tokens do not fit.
         """
         tokens = query.shape[2]
@@ -241,7 +247,7 @@ class DiffKVLayer(CacheLayerMixin):
     def _store_pending(
         self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None
     ) -> Tensor:
-        """What `attend` does, one group of heads after another, whatever becomes of errors."""
+        """Runs `attend` for one head group after another, without error handling."""
         pending, self.pending, self.stores.pending = self.pending, None, None
         outputs: list[Tensor] = []
         for given, (part, own_query, own_softmax) in zip(pending, self._by_part(softmax, query)):
@@ -252,7 +258,7 @@ class DiffKVLayer(CacheLayerMixin):
                 part.hide(*given, valid, shown)
                 outputs.append(part.attend(own_query, *given, own_softmax, valid, mask))
             except BaseException:
-                # what earlier groups stored cannot be taken back
+                # tokens stored by earlier groups cannot be taken back
                 self.stores.broken |= bool(outputs)
                 raise
         if self.readers:
@@ -260,17 +266,24 @@ class DiffKVLayer(CacheLayerMixin):
         return self.together(outputs)
 
     def expect(self, mask: Tensor | None) -> None:
-        """Notes the attention mask of the tokens just attended, which readers still to come must have too."""
+        """Notes the attention mask of the tokens just attended, which later readers must have too."""
         if self.awaited is not None:
             self.awaited.mask = mask
 
     def attend_captured(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax
     ) -> Tensor:
-        """What of `attend` happens on the device for one new token per request.
+        """Runs the device's part of `attend` for one new token per request.
 
         Args:
-            mask: bool [batch, 1, 1, 1], whether the new token is real; used where the step was given a mask.
+            query: [batch, query_heads, 1, key_dim]; key and value likewise with KV heads.
+            mask: bool [batch, 1, 1, 1], whether the new token is real; used only if the step was given a mask.
+
+        Returns:
+            Output, [batch, query_heads, 1, value_dim].
+
+        Raises:
+            NotCapturableError: later layers read this layer's keys and values.
         """
         if self.readers:
             raise NotCapturableError("later layers of this model read the keys and values of an earlier one")
@@ -282,19 +295,22 @@ class DiffKVLayer(CacheLayerMixin):
         return self.together(outputs).to(query.dtype)
 
     def read(self, query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
-        """Attention of a later layer that reads the keys and values of this one.
+        """Attends for a later layer that reads the keys and values of this one.
 
-        The last of them has the forward's tokens stored and compressed.
+        The last reader stores and compresses the forward's tokens.
 
         Args:
             query: [batch, query_heads, n, key_dim] of the newest n tokens.
-            key: all new ones, [batch, heads, tokens, key_dim]; mask: as the attention function gets it.
+            key: [batch, heads, tokens, key_dim] of all new tokens.
+            mask: mask that the attention function was given.
+            softmax: scaling, soft capping and attention sinks.
 
         Returns:
-            [batch, query_heads, n, value_dim].
+            Output, [batch, query_heads, n, value_dim].
 
         Raises:
-            HandOverError: no further layer should read them, or this one is not to see what the storing layer saw.
+            HandOverError: no further reader was expected, or the reader's mask, shapes or device differ from the
+                storing layer's.
             MemoryError: the tokens do not fit.
         """
         awaited = self.awaited
@@ -317,19 +333,19 @@ class DiffKVLayer(CacheLayerMixin):
             raise
 
     def give_up(self) -> None:
-        """Called when a reader failed: the layers before it have stored the forward's tokens already."""
+        """Marks the cache as broken after a reader failed, as earlier layers have already stored the tokens."""
         self._forget_awaited()
         self.stores.broken = True
         self.stores.turns.end()
 
     def _forget_awaited(self) -> None:
-        """Has no reader come any more."""
+        """Cancels outstanding reads."""
         self.awaited = self.stores.awaited = None
         for part in self.parts:
             part.shared = None
 
     def reset(self) -> None:
-        """Forgets everything. The stores themselves are dropped by the cache."""
+        """Forgets all tokens. The cache drops the stores themselves."""
         self.pending = self.awaited = None
         for part in self.parts:
             part.reset()
@@ -345,21 +361,21 @@ class DiffKVLayer(CacheLayerMixin):
         self.handle = new_handle(self)
 
     def get_seq_length(self) -> int:
-        """See `seen`; what the layers here have seen for a layer that runs in another process."""
+        """Returns `seen`, or for a layer that runs in another process the most that layers here have seen."""
         if self.stores.capturing:
             raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
         return max(self.stores.seen) if self.index in self.stores.absent else self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the keys a mask must cover."""
+        """Returns length and offset of the keys that a mask must cover."""
         tokens = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.get_seq_length() + tokens, 0
 
     def get_max_length(self) -> int:
-        """-1: no maximum."""
+        """Returns -1, no maximum."""
         return -1
 
-    # the older name
+    # older name
     get_max_cache_shape = get_max_length
 
     def offload(self) -> None:
@@ -369,7 +385,7 @@ class DiffKVLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `DiffKVCache.crop` can put the cache back as it was."""
+        """Whether `DiffKVCache.crop` can restore an earlier state."""
         return self.stores.recording
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -386,17 +402,17 @@ class DiffKVLayer(CacheLayerMixin):
 
 
 def new_handle(layer: Any) -> Tensor:
-    """int64 [1] on the CPU: a number under which compiled graphs find `layer` while it lives."""
+    """Assigns a number, int64 [1] on the CPU, under which compiled graphs find `layer` while it lives."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor([number])
 
 
 def layer_of(handle: Tensor) -> Any:
-    """The layer that `new_handle` gave this number."""
+    """Returns the layer to which `new_handle` gave this number."""
     return _layers[int(handle)]
 
 
 def awaiting_layers() -> list[Any]:
-    """Layers of any cache whose keys and values are still to be read by later layers of the model."""
+    """Returns the layers, of all caches, whose keys and values later layers have yet to read."""
     return [layer for layer in list(_layers.values()) if layer.awaited is not None]

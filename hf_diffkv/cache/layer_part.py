@@ -1,4 +1,4 @@
-"""A layer's heads that are held alike: what takes their tokens, tensors apart for them, and what readers must see."""
+"""Parts of a layer: its head groups, the splitting of tensors by group, and the checks of shared keys and values."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from .stores import Stores, wrong_heads
 
 
 class LayerPart:
-    """A layer's heads, or a group of them, that are held alike: stores and compresses their tokens in one store.
+    """One head group of a layer, usually all its heads, whose tokens are kept in one store.
 
     Args:
         stores: shared by all layers of the cache.
-        index: which of `Stores.groups` this is.
-        readers: how many later layers of the model read its keys and values as well.
+        index: index of the group in `Stores.groups`.
+        readers: number of later layers of the model that also read its keys and values.
 
     Attributes:
-        shared: the forward's tokens while readers are still to attend to them.
+        store, slot: the group's store and its layer slot there; None and -1 before the first tokens.
+        shared: the forward's tokens until all readers have attended to them.
     """
 
     def __init__(self, stores: Stores, index: int, readers: int) -> None:
@@ -50,15 +51,15 @@ class LayerPart:
 
     @property
     def seen(self) -> int:
-        """As `DiffKVLayer.seen`."""
+        """Number of logical tokens seen, padding and pruned tokens included."""
         return self.stores.seen[self.index]
 
     def see(self, tokens: int) -> None:
-        """Counts `tokens` further tokens as seen, or fewer where they are negative."""
+        """Adds `tokens` to the tokens seen; negative numbers subtract."""
         self.stores.seen[self.index] += tokens
 
     def begin(self, key: Tensor, value: Tensor) -> None:
-        """Has there be a place for new tokens, and starts the forward with the first layer."""
+        """Allocates a slot if needed, and starts the forward if this is its first layer."""
         tokens = key.shape[2]
         if self.store is None:
             self.stores.check_place(tokens)
@@ -87,16 +88,18 @@ class LayerPart:
             )
 
     def hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
-        """Before the store's first layer attends: drops what the mask hides from now on.
+        """Drops the tokens that the mask hides from now on, before the store's first layer attends.
 
-        A step of one token is compared without waiting for the device, except on a CPU: the store then raises within a
-        few steps.
+        On devices other than a CPU, a step of one token is compared without synchronizing, and the store raises the
+        error within a few steps.
 
         Args:
-            valid: bool [batch, tokens], new tokens that are real. shown: as in `DiffKVLayer.attend`.
+            key, value: the new tokens' keys and values.
+            valid: bool [batch, tokens], which new tokens are real; None if all are.
+            shown: bool [batch, past], past tokens that are visible; None if all are.
 
         Raises:
-            ValueError: the mask shows a token that was padding or hidden before, or new ones are not finite.
+            ValueError: the mask shows a token that was padding or hidden before, or new keys or values are not finite.
         """
         store = self.store
         same = store.padding.equals(shown) if store.padding.length < self.seen else None
@@ -124,7 +127,7 @@ class LayerPart:
         valid: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
-        """As `DiffKVLayer.attend`, after `hide`."""
+        """Attends with this group's new tokens and stores them, after `hide`; arguments as in `DiffKVLayer.attend`."""
         store, tokens = self.store, key.shape[2]
         given, query = query.dtype, query.to(key.dtype)
         inputs = (store, self.slot, query, key, value)
@@ -145,7 +148,7 @@ class LayerPart:
     def _share(
         self, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
     ) -> SharedStep | SharedTokens | SharedRecording:
-        """New tokens that later layers read as well. Raises `ValueError` for keys or values that are not finite."""
+        """Wraps new tokens that later layers also read. Raises `ValueError` if keys or values are not finite."""
         inputs = (self.store, self.slot, key, value)
         if self.store.recording:
             return SharedRecording(*inputs, valid, mask, self.readers)
@@ -154,7 +157,7 @@ class LayerPart:
         return SharedTokens(*inputs, valid, mask)
 
     def read(self, query: Tensor, softmax: Softmax, last: bool) -> Tensor:
-        """As `DiffKVLayer.read`; `last`: no further layer reads these tokens."""
+        """Attends for a later layer that reads this group's tokens; `last`: whether it is the last reader."""
         shared = self.shared
         if last:
             self.shared = None
@@ -162,12 +165,12 @@ class LayerPart:
             return shared.attend(query.to(self.store.dtype), last, softmax).to(query.dtype)
 
     def restore(self, seen: int) -> None:
-        """Takes up a place that was assigned while loading, `seen` tokens on."""
+        """Takes the place that was assigned while loading, with `seen` tokens."""
         self.store, self.slot = self.stores.place_of(self.index)
         self.stores.seen[self.index] = seen
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forgets the store and all tokens."""
         self.stores.seen[self.index] = 0
         self.store = self.shared = None
         self.slot = -1
@@ -175,13 +178,13 @@ class LayerPart:
 
 @dataclass
 class AwaitedTokens:
-    """New tokens that further layers are to read.
+    """New tokens that later layers have yet to read.
 
     Attributes:
-        shape: of the keys, [batch, heads, tokens, key_dim].
-        left: readers still to come.
-        mask: the attention mask that the storing layer was given.
-        thread: in which it attended.
+        shape: shape of the keys, [batch, heads, tokens, key_dim].
+        left: number of readers still to come.
+        mask: attention mask that the storing layer was given.
+        thread: identifier of the thread in which the storing layer attended.
     """
 
     shape: torch.Size
@@ -190,10 +193,12 @@ class AwaitedTokens:
     thread: int = field(default_factory=threading.get_ident)
 
     def check(self, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
-        """Raises `HandOverError` unless a reader sees what the storing layer saw.
+        """Raises `HandOverError` unless a reader's mask, shapes and device match the storing layer's.
 
         Args:
-            query: [batch, query_heads, n, key_dim] of the newest n tokens; the mask may be cut likewise.
+            query: [batch, query_heads, n, key_dim] of the newest n tokens.
+            key: [batch, heads, tokens, key_dim].
+            mask: the reader's mask, which may be cut to the newest n tokens.
         """
         count, earlier = query.shape[2], self.shape[2] - query.shape[2]
         fits = earlier >= 0 and self.shape == key.shape and query.device == key.device
@@ -216,47 +221,47 @@ class AwaitedTokens:
         whole = self.mask if mask.ndim == 2 or mask.shape[-2] != count else self.mask[..., -count:, :]
         if mask.shape != whole.shape or mask.device != whole.device:
             return False
-        # a look at the device, which steps of one token get by without
+        # the comparison of values reads the device; steps of one token do not get there
         return (mask.data_ptr(), mask.stride()) == (whole.data_ptr(), whole.stride()) or bool((mask == whole).all())
 
 
 class SplitHeads:
-    """Where each group of KV heads of a layer stands.
+    """Splits tensors of a layer by head group and joins them again.
 
     Args:
-        groups: have all heads of the layer between them.
+        groups: groups that together contain all heads of the layer.
     """
 
     def __init__(self, groups: Sequence[HeadGroup]) -> None:
         self.layer = groups[0].layer
         self._heads = [torch.tensor(group.heads) for group in groups]
         self._order = torch.cat(self._heads).argsort()
-        # by device: no index may be made within a captured step
+        # indices by device, as none may be created within a captured step
         self._moved: dict[torch.device, list[Tensor]] = {}
 
     @property
     def count(self) -> int:
-        """KV heads of the layer."""
+        """Number of KV heads of the layer."""
         return self._order.numel()
 
     def check(self, heads: int) -> None:
-        """Raises `ValueError` unless a layer with so many KV heads is meant."""
+        """Raises `ValueError` unless the layer has `heads` KV heads."""
         if heads != self.count:
             raise wrong_heads(self.layer, self.count, heads)
 
     def apart(self, tensor: Tensor, dim: int = 1) -> list[Tensor]:
-        """Of each group what is its own of KV heads, or of query heads, along `dim`."""
+        """Splits `tensor` by head group along `dim`, which holds KV heads or query heads."""
         whole, (*indices, _) = tensor.unflatten(dim, (self.count, -1)), self._on(tensor.device)
         return [whole.index_select(dim, index).flatten(dim, dim + 1) for index in indices]
 
     def softmaxes(self, softmax: Softmax) -> list[Softmax]:
-        """That of each group's query heads."""
+        """Returns the softmax of each group's query heads."""
         if softmax.sinks is None:
             return [softmax] * len(self._heads)
         return [replace(softmax, sinks=sinks) for sinks in self.apart(softmax.sinks, 0)]
 
     def together(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """What `apart` took apart."""
+        """Joins tensors that `apart` split."""
         pairs = zip(parts, self._heads)
         whole = torch.cat([part.unflatten(dim, (heads.numel(), -1)) for part, heads in pairs], dim)
         return whole.index_select(dim, self._on(whole.device)[-1]).flatten(dim, dim + 1)

@@ -1,4 +1,4 @@
-"""Layers of Transformers' own beside compressed ones: sliding windows, linear attention."""
+"""Transformers' own layers next to compressed ones: sliding windows, linear attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import stopped_halfway
 
 
 class OtherStates:
-    """States of linear attention in a cache with `stores`: a forward that comes to them has its turn (turns.py)."""
+    """Mixin for linear-attention states in a cache with `stores`; forwards that use them take a turn (turns.py)."""
 
     stores: Any
 
@@ -24,7 +24,7 @@ class OtherStates:
         self._reach_states(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
-    # models write into the states that they get
+    # models write into the states they get
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         self._reach_states(layer_idx)
         return super().get_conv_state(layer_idx, *args, **kwargs)  # type: ignore[misc]
@@ -39,10 +39,13 @@ class OtherStates:
 
 
 def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int) -> None:
-    """Raises `HandOverError` unless sliding windows stand where the first compressed layer is.
+    """Raises `HandOverError` unless sliding windows have seen as many tokens as the first compressed layer.
 
     Args:
-        layer_idx: of that layer, before its `tokens` come to those that it has `seen`.
+        layers: layers of the cache.
+        layer_idx: index of the first compressed layer, which is about to be updated.
+        seen: number of tokens that this layer has seen.
+        tokens: number of new tokens.
     """
     for index, layer in enumerate(layers):
         expected = seen + tokens if index < layer_idx else seen
@@ -51,7 +54,7 @@ def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int)
 
 
 def check_croppable(layer: Any, tokens_to_remove: int) -> None:
-    """Raises `ValueError` if a layer of Transformers' own has dropped what `crop` would have to bring back."""
+    """Raises `ValueError` if one of Transformers' own layers has dropped tokens that `crop` would have to restore."""
     if tokens_to_remove == 0 or getattr(layer, "record_past", True):
         return
     if not hasattr(layer, "sliding_window") or layer.get_seq_length() >= layer.sliding_window:
@@ -63,5 +66,5 @@ def check_croppable(layer: Any, tokens_to_remove: int) -> None:
 
 
 def has_states(layer: Any) -> bool:
-    """Whether a layer has states of linear attention, which a forward may write in several calls."""
+    """Returns whether a layer has linear-attention states, which a forward may write in several calls."""
     return hasattr(layer, "conv_states")

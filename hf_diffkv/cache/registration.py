@@ -1,4 +1,4 @@
-"""Makes `"diffkv"` known to Transformers: attention, mask, and `cache_implementation`."""
+"""Registers `"diffkv"` with Transformers as attention, mask and `cache_implementation`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _wrapped = Wrapped()
 
 
 def register() -> None:
-    """Registers everything; a second call does nothing."""
+    """Registers attention and mask and wraps `generate()`'s methods. A second call does nothing."""
     if _wrapped.originals:
         return
     AttentionInterface.register(NAME, diffkv_attention)
@@ -69,7 +69,7 @@ def unregister() -> None:
 
 
 def cache_fields(cache_config: Any) -> dict[str, Any]:
-    """Arguments of `DiffKVCache` that a `GenerationConfig`'s `cache_config` gives. Raises `ValueError` for others."""
+    """Returns the `DiffKVCache` arguments in a `GenerationConfig`'s `cache_config`. Raises `ValueError` for others."""
     if cache_config is None:
         return {}
     if isinstance(cache_config, (DiffKVConfig, str)):
@@ -82,9 +82,9 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
 
 
 def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
-    """Warns of fields that are ours where no cache of ours is asked for."""
+    """Warns of `DiffKVConfig` fields in a call that does not ask for a `DiffKVCache`."""
     given = generation_config.cache_config
-    # an assistant has the options of the call that it helps, for a cache of its own
+    # an assistant model gets the options of the assisted call, for a cache of its own
     if getattr(generation_config, "is_assistant", False):
         return
     if wanted or given is None or generation_config.cache_implementation is not None:
@@ -99,11 +99,11 @@ def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
 
 
 def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
-    """Raises `ValueError` for options of `generate()` that contradict a cache given to it."""
+    """Raises `ValueError` for options of `generate()` that contradict the cache given to it."""
     if generation_config.use_cache is False:
         raise ValueError("use_cache=False contradicts the DiffKVCache that was given; leave one of them out.")
     given = generation_config.cache_config
-    # what comes from the model's own generation_config is a default, which a cache overrides
+    # a value from the model's own generation_config is a default, which a given cache overrides
     if given is None or given == getattr(model.generation_config, "cache_config", None):
         return
     fields = cache_fields(given)
@@ -116,9 +116,9 @@ def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> No
 
 
 def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for prompts that end with padding: the next token would be predicted from that."""
+    """Raises `ValueError` for prompts that end with padding, from which the next token would be predicted."""
     mask = model_kwargs.get("attention_mask")
-    # an assistant is given no mask, and what was generated may well end with the padding id
+    # an assistant model is given no mask, and generated text may well end with the padding id
     if mask is None or mask.ndim != 2 or getattr(generation_config, "is_assistant", False):
         return
     ends = mask.any(-1) & (mask[:, -1] == 0)
@@ -136,7 +136,7 @@ def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None
 
 
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
+    """Raises `ValueError` for a prompt no longer than the cached tokens, which `generate()` would cut wrongly."""
     length, seen = text_length(generation_config, model_kwargs), cache.get_seq_length()
     embeds = model_kwargs.get("inputs_embeds")
     if seen and embeds is not None and embeds.shape[1] <= seen:
@@ -154,7 +154,7 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
 
 
 def _wrap_generate(original: Callable) -> Callable:
-    """Has `generate()` set back what it set, and notice where a model does not use the cache."""
+    """Makes `generate()` restore the model's attention, and raise an error if the model does not use the cache."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _wrapped.originals or torch.compiler.is_compiling():
@@ -186,7 +186,7 @@ def _wrap(original: Callable) -> Callable:
         if isinstance(cache, DiffKVCache):
             _check_options(self, cache, generation_config)
             if generation_config.cache_implementation not in (None, NAME):
-                # refuses a cache together with a name
+                # the original raises an error for a cache together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             _check_padding(generation_config, model_kwargs)
             check_no_manager(self)
@@ -219,7 +219,7 @@ def _wrap(original: Callable) -> Callable:
         call = current_call(self)
         if call is not None:
             call.use(passed(model_kwargs))
-        # generate() works on its own copy of the config; the stock code refuses a cache together with a name
+        # generate() works on its own copy of the config, and the original refuses a cache together with a name
         generation_config.cache_implementation = None
         try:
             result = original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -235,7 +235,7 @@ def _wrap(original: Callable) -> Callable:
 
 
 def _wrap_criteria(original: Callable) -> Callable:
-    """Has `generate()` ask for a compiled forward where steps are to be captured."""
+    """Makes `generate()` ask for a compiled forward if steps should be captured."""
 
     def valid(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         cache = passed(model_kwargs)
@@ -254,16 +254,16 @@ def _wrap_criteria(original: Callable) -> Callable:
 
 
 def _wrap_prefill(original: Callable) -> Callable:
-    """Has `generate()` refuse a prompt that does not begin with the tokens its cache holds."""
+    """Makes `generate()` refuse a prompt that does not begin with the cached tokens."""
 
     def prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         cache = passed(model_kwargs)
-        # an assistant's cache is cropped to what it is given; embeddings say nothing of tokens
+        # an assistant's cache is cropped to the given tokens; embeddings have no token ids
         checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
         if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
-            # the new tokens alone have a longer mask
+            # if only the new tokens are given, the mask is longer
             if input_ids.shape[1] == text_length(generation_config, model_kwargs):
                 cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
         call = current_call(self)
@@ -279,13 +279,13 @@ def _wrap_prefill(original: Callable) -> Callable:
 
 
 def _wrap_inputs(original: Callable) -> Callable:
-    """Has models use the cache of their call, and a cache remember which tokens `generate()` gives it."""
+    """Makes models use the cache of their call, and caches remember the token ids that `generate()` gives them."""
 
     def inputs(self: Any, input_ids: Any, next_sequence_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
         call = current_call(self)
         given = args[0] if args else passed(kwargs)
         if call is not None and call.prepare(given, input_ids, kwargs):
-            # what belongs to the first forward, images say, is needed again
+            # inputs of the first forward, such as images, are needed again
             kwargs["is_first_iteration"], next_sequence_length = True, None
             if args:
                 args = (call.cache, *args[1:])

@@ -1,4 +1,4 @@
-"""What a cache holds: bytes, and tokens per level."""
+"""Reports of a cache's bytes and of its tokens per level."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ LEVEL_CODES = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pr
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Tokens of one compressed layer, per KV head and summed over the batch.
+    """Token counts of one compressed layer, per KV head and summed over the batch.
 
     Attributes:
-        high, low, window, pruned: tokens at each level, one number per KV head.
-        precisions: names of those that stored tokens have, one per KV head: "K4V3", or "K8V4/K4V2" where tokens of the
-            head are chosen.
+        layer_idx: index of the layer in the model.
+        high, low, window, pruned: number of tokens at each level, one per KV head.
+        precisions: names of the stored tokens' precisions, one per KV head: "K4V3", or "K8V4/K4V2" if the head chooses
+            between two levels.
     """
 
     layer_idx: int
@@ -39,17 +40,17 @@ class MemoryReport:
     """Memory of a cache.
 
     Attributes:
-        compressed_bytes: what the devices hold for the compressed layers: whole pages, windows, tables, free list,
+        compressed_bytes: memory of the compressed layers on the devices: whole pages, windows, tables, free list,
             counters.
-        compressed_dense_bytes: what an uncompressed cache of the same tokens would hold for them.
-        other_bytes: what Transformers' own layers (sliding window, linear) hold, compressed or not.
-        payload_bytes: `bytes` with the compressed layers' codes and windows alone, the figure the papers give; no
-            metadata, scores or page slack. What forks share counts in equal parts in both.
-        tokens: token count over layers, heads and requests, by level: high, low, window, pruned.
-        layers: the same per layer and head.
-        num_layers: layers of the cache, compressed or not.
-        thresholds: alpha_high and alpha_low, the highest of any request and head, where `max_bytes` has raised them;
-            else None.
+        compressed_dense_bytes: memory of an uncompressed cache of the same tokens for these layers.
+        other_bytes: memory of Transformers' own layers (sliding window, linear), which is the same with and without
+            compression.
+        payload_bytes: `bytes` counting only codes and windows of the compressed layers, the figure that papers give,
+            without metadata, scores and page slack. Here and in `bytes` forks count equal parts of shared memory.
+        tokens: number of tokens over layers, heads and requests, by level: high, low, window, pruned.
+        layers: token counts per layer and head.
+        num_layers: number of layers of the cache, compressed or not.
+        thresholds: highest alpha_high and alpha_low of any request and head if `max_bytes` has raised them, else None.
     """
 
     compressed_bytes: int
@@ -63,12 +64,12 @@ class MemoryReport:
 
     @property
     def bytes(self) -> int:
-        """What the whole cache holds, in bytes."""
+        """Memory of the whole cache, in bytes."""
         return self.compressed_bytes + self.other_bytes
 
     @property
     def dense_bytes(self) -> int:
-        """What it would hold uncompressed."""
+        """Memory of the cache if it were uncompressed, in bytes."""
         return self.compressed_dense_bytes + self.other_bytes
 
     @property
@@ -78,7 +79,7 @@ class MemoryReport:
 
     @property
     def compressed_ratio(self) -> float:
-        """The same of the compressed layers alone."""
+        """compressed_bytes / compressed_dense_bytes; 0 for an empty cache."""
         return _quotient(self.compressed_bytes, self.compressed_dense_bytes)
 
     @property
@@ -88,7 +89,7 @@ class MemoryReport:
 
     @property
     def hint(self) -> str:
-        """Why no memory is saved; empty where some is."""
+        """Reason why no memory is saved; empty if some is."""
         if self.ratio < 1:
             return ""
         # fewer bits or pruning would show in the payload
@@ -114,7 +115,7 @@ class MemoryReport:
 
 
 def memory_report(cache: CacheContents) -> MemoryReport:
-    """Reads the devices; see `MemoryReport`."""
+    """Measures the memory of `cache`. Reads the devices."""
     stores = cache.stores.all
     counts = {id(store): payload(store) for store in stores}
     other = _stock_bytes(cache)
@@ -155,12 +156,12 @@ def memory_report(cache: CacheContents) -> MemoryReport:
 
 
 def held_bytes(cache: CacheContents) -> int:
-    """What the whole cache holds, in bytes, from what the host knows: also while a forward is under way."""
+    """Returns the bytes of the whole cache as the host knows them, also while a forward is under way."""
     return sum(store.bytes for store in cache.stores.all) + _stock_bytes(cache)
 
 
 def in_short(cache: CacheContents) -> str:
-    """Requests, tokens and bytes in a line, from what the host knows: no device is read, and nothing changes.
+    """Describes requests, tokens and bytes in one line, as the host knows them, without reading a device.
 
     Padding counts as tokens.
     """
@@ -179,10 +180,10 @@ def in_short(cache: CacheContents) -> str:
 
 
 def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
-    """How many heads have each token at each level; none has padding at any.
+    """Counts, for each level and token, the heads that have the token at this level; padding has no level.
 
     Args:
-        levels: int8 [heads, tokens], as of `DiffKVCache.levels` of one request.
+        levels: int8 [heads, tokens], one request of `DiffKVCache.levels`.
     """
     return {name: (levels == code).sum(0).tolist() for name, code in LEVEL_CODES.items()}
 
@@ -190,10 +191,11 @@ def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
 def levels_of_request(
     cache: CacheContents, request: int = 0, layer_idx: int | None = None, head: int | None = None
 ) -> torch.Tensor:
-    """int8 [heads, tokens] of a request: the levels of all heads, those of a layer, or of one head.
+    """Returns a request's levels, int8 [heads, tokens], of all heads, of one layer's heads or of one head.
 
     Raises:
-        ValueError: no such request, layer or head, a head without its layer, or the cache holds nothing yet.
+        ValueError: the request, layer or head does not exist, `head` is given without `layer_idx`, or the cache is
+            empty.
     """
     if head is not None and layer_idx is None:
         raise ValueError(f"head={head} needs layer_idx, the layer it is in.")
@@ -210,7 +212,7 @@ def levels_of_request(
 
 
 def _precisions(store: Store, slot: int) -> tuple[str, ...]:
-    """Names of the precisions of a layer's heads."""
+    """Returns the names of the precisions of a layer's heads."""
     high, low = store.config.high.full_name, store.config.low.full_name
     if store.layout.selects:
         return (high if high == low else f"{high}/{low}",) * store.num_heads

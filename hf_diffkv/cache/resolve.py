@@ -1,4 +1,4 @@
-"""Finds the configuration of a cache: what was asked for, or what suits the model."""
+"""Chooses the configuration of a cache: the requested one, or the one that suits the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config.diffkv_config import DiffKVConfig, configuration_of
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of `model`. Raises `ValueError` where it is not a model."""
+    """Returns the configuration of `model`. Raises `ValueError` if it is not a model."""
     model_config = configuration_of(model)
     if model_config is model or not hasattr(model_config, "get_text_config"):
         raise ValueError(f"model is a {type(model).__name__}; pass the model itself, not its configuration or name.")
@@ -17,11 +17,15 @@ def config_of(model: Any) -> Any:
 
 
 def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fields: dict[str, Any]) -> DiffKVConfig:
-    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does.
+    """Applies single fields to `config`, or to the configuration that suits the model.
 
     Args:
-        model: the model or its configuration.
-        config: a configuration, fields of one, or the name of a preset.
+        model: model or its configuration.
+        config: configuration, its fields, or the name of a preset; None takes `DiffKVConfig.for_model`.
+        fields: fields of `DiffKVConfig` that override `config`.
+
+    Raises:
+        ValueError: unknown or invalid fields, or `preset` or `target_ratio` given together with a configuration.
     """
     if isinstance(config, str):
         config = {"preset": config}

@@ -1,4 +1,4 @@
-"""What a cache holds, apart from any cache: values and tensors to be kept, moved or written, and taken up again."""
+"""Snapshots: a cache's contents as values and tensors, which can be kept, moved, written and restored."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..store import KVHeads, Store, settle
 from .held_tokens import HeldTokens
 from .stores import Stores
 
-# what does not change the keys and values a model computes
+# configuration fields that do not change the keys and values a model computes
 VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 WEIGHT_SAMPLES = 64
 
 
 class CacheContents(Protocol):
-    """A cache as what reports, copies and saves it knows it.
+    """The parts of a cache that reports and snapshots read.
 
     Attributes:
-        layers: Transformers' own and compressed ones, one for each layer of the model.
-        model_fingerprint: of the model's configuration (`snapshot.model_fingerprint`).
+        layers: one cache layer for each layer of the model, compressed or Transformers' own.
+        model_fingerprint: digest of the model's configuration (`snapshot.model_fingerprint`).
     """
 
     layers: list[Any]
@@ -39,43 +39,43 @@ class CacheContents(Protocol):
     model_fingerprint: str
 
     def compressed_layers(self) -> list[int]:
-        """Indices of the compressed layers."""
+        """Returns the indices of the compressed layers."""
 
     def placed(self) -> list[Any]:
-        """What takes the tokens of each group of heads (`Stores.groups`), in order; some layers have two."""
+        """Returns the layer part of each head group (`Stores.groups`), in order; some layers have two."""
 
     def levels(self, layer_idx: int) -> Tensor:
-        """int8 [batch, kv_heads, seen], as `DiffKVCache.levels`."""
+        """Returns levels, int8 [batch, kv_heads, seen], like `DiffKVCache.levels`."""
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Returns the number of tokens seen."""
 
     def check_handover(self) -> None:
-        """Raises `HandOverError` if announced keys and values were not picked up by all attention functions."""
+        """Raises `HandOverError` unless all attention functions picked up the announced keys and values."""
 
     def attach(self, model: Any) -> None:
-        """Tells the cache over which devices and processes `model` is spread."""
+        """Tells the cache on which devices and processes `model` runs."""
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where pages, counts and tables disagree."""
+        """Raises `IntegrityError` if pages, counts and tables disagree."""
 
 
 CacheT = TypeVar("CacheT", bound=CacheContents)
 
 
 class CacheFileError(ValueError):
-    """A saved cache that cannot be loaded: damaged, too new, or made with another model."""
+    """A saved cache cannot be loaded: it is damaged, too new, or made with another model."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a cache held when it was taken; shares no memory with the cache.
+    """Contents of a cache at one time, which share no memory with the cache.
 
-    Pages are those in use alone, layer after layer, so the bytes follow from the tokens that were kept.
+    Only pages in use are included, layer after layer, so the size depends on the stored tokens.
 
     Attributes:
-        content: values that JSON knows: fingerprints, configuration, where each layer stands.
-        tensors: by name.
+        content: values that JSON can hold: fingerprints, configuration, place of each layer.
+        tensors: tensors by name.
     """
 
     content: dict[str, Any]
@@ -83,18 +83,18 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors, in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
-    """Copies what `cache` holds, on its own devices.
+    """Copies the contents of `cache` on its own devices.
 
     Args:
-        weights: `weights_fingerprint` of the cache's model, to be noted.
+        weights: `weights_fingerprint` of the cache's model, which the snapshot records; None records none.
 
     Raises:
-        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be copied so.
+        ValueError: some tokens may still be taken back, or a layer of Transformers' own cannot be copied.
     """
     with cache.stores.between_forwards():
         cache.check_handover()
@@ -112,12 +112,12 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
 def snapshot_of_request(
     stores: Sequence[Store], others: Mapping[int, Any], config: DiffKVConfig, model: str, weights: str
 ) -> Snapshot:
-    """Copies what one request holds, as a cache of its own would be copied.
+    """Copies one request of a batch in the form of a cache of its own.
 
     Args:
-        stores: have every compressed layer of the model, and this request alone.
-        others: layers of Transformers' own, by index.
-        config: of that cache.
+        stores: stores with every compressed layer of the model and only this request.
+        others: Transformers' own layers by index.
+        config: configuration of the cache.
         model, weights: fingerprints of the model.
     """
     places = {
@@ -136,7 +136,7 @@ def _snapshot(
     model: str,
     weights: str | None,
 ) -> Snapshot:
-    """As `snapshot_of_request`; places: number of the store, layer in it and tokens seen, by group of heads."""
+    """Copies stores and other layers; `places`: index of the store, slot in it and tokens seen, by head group."""
     tensors: dict[str, Tensor] = {}
     content = {
         "model": model,
@@ -158,12 +158,13 @@ def restore_snapshot(
     devices: dict[int, torch.device],
     other_device: torch.device,
 ) -> CacheT:
-    """A new cache of `model` that holds what the snapshot does, and shares no memory with it.
+    """Makes a new cache of `model` with the contents of the snapshot, without sharing memory with it.
 
     Args:
-        make_cache: what makes an empty cache, of a model or its configuration.
-        model: a model, or its configuration.
-        devices: of the model's layers. other_device: of those that are not named.
+        make_cache: function that makes an empty cache from a model or its configuration.
+        model: model, or its configuration.
+        devices: device by index of the model's layer.
+        other_device: device of layers that `devices` does not name.
 
     Raises:
         CacheFileError: the snapshot holds layers that are not in this process, or pages of another format.
@@ -172,7 +173,7 @@ def restore_snapshot(
     cache = make_cache(model, DiffKVConfig.from_dict(content["config"]))
     if configuration_of(model) is not model:
         cache.attach(model)
-    # layers that were together may run on several devices now
+    # layers that shared a store may run on several devices now
     groups: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
     compressed, placed = cache.compressed_layers(), {part.index: part for part in cache.placed()}
     if any(int(index) in cache.stores.absent for index in content["places"]):
@@ -197,7 +198,7 @@ def restore_snapshot(
 
 
 def model_fingerprint(model_config: Any) -> str:
-    """Digest of everything in the config that shapes keys and values."""
+    """Returns a digest of all configuration fields that affect keys and values."""
     values = model_config.get_text_config(decoder=True).to_dict()
     for name in VOLATILE:
         values.pop(name, None)
@@ -205,7 +206,7 @@ def model_fingerprint(model_config: Any) -> str:
 
 
 def weights_fingerprint(model: Any) -> str:
-    """Digest of a few elements of every parameter. Raises `ValueError` where they are not in memory."""
+    """Returns a digest of a few elements of every parameter. Raises `ValueError` if weights are offloaded."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
@@ -213,7 +214,7 @@ def weights_fingerprint(model: Any) -> str:
                 f"{name} is offloaded, so the weights of model cannot be compared with others; load it without "
                 "offloading."
             )
-        # under tensor parallelism, what this rank holds
+        # this rank's part under tensor parallelism
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // WEIGHT_SAMPLES)][:WEIGHT_SAMPLES]
@@ -258,7 +259,7 @@ def _restore_store(
     places: list[tuple[int, int, int]],
     device: torch.device,
 ) -> Store:
-    """A store on `device` of layers, each with the place that it had in the saved one."""
+    """Restores a store on `device`; `places`: layer, slot in the saved store and tokens seen."""
     layers, slots = [index for index, _, _ in places], [slot for _, slot, _ in places]
     dims = {name: described[name] for name in ("num_heads", "key_dim", "value_dim")}
     heads = KVHeads(**dims, dtype=getattr(torch, described["dtype"]), device=device)
@@ -270,7 +271,7 @@ def _restore_store(
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in ROW_STATE:
         target = getattr(store, name)
-        # the key offset is empty where keys are not centred, and unknown to version 1, as sinks are to versions 1 and 2
+        # the key offset is empty if keys are not centred, and absent in version 1; sinks are absent in versions 1 and 2
         known = name != "sink_end" or store.sink_slots or f"store{index}.{name}" in tensors
         if target.numel() and known:
             saved = tensors[f"store{index}.{name}"][slots]
@@ -289,13 +290,13 @@ def _restore_store(
     padding = tensors[f"store{index}.padding"].to(device)
     store.padding.append(padding.shape[1], None if bool(padding.all()) else padding)
     store.seen = described["seen"]
-    # unknown up to version 3
+    # absent up to version 3
     store.tightening = described.get("tightening", 0.0)
     return store
 
 
 def _describe_stock(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A Transformers layer's tensors and plain values, by attribute name."""
+    """Collects a Transformers layer's tensors and plain values by attribute name."""
     described: dict[str, Any] = {"type": type(layer).__name__, "plain": {}, "tensors": []}
     for name, value in vars(layer).items():
         if isinstance(value, Tensor):
@@ -315,7 +316,7 @@ def _describe_value(layer: Any, name: str, value: Any, prefix: str, tensors: dic
         tensors[f"{prefix}.{name}"] = value.clone()
         return {"tensor": name}
     if isinstance(value, dict) and all(type(key) is int for key in value):
-        # several states of one layer, by number
+        # several states of one layer by number
         items = value.items()
         return {"states": [[key, _describe_value(layer, f"{name}.{key}", v, prefix, tensors)] for key, v in items]}
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Which store holds which layer: one per device, head shape and page format."""
+"""Assigns layers to stores: one store per device, head shape and page format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def between_forwards(method: MethodT) -> MethodT:
-    """Has a method of what has `stores` wait for its turn between two forwards (`Stores.between_forwards`)."""
+    """Makes a method of an object with `stores` wait for its turn between two forwards (`Stores.between_forwards`)."""
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def between_forwards(method: MethodT) -> MethodT:
 
 
 def reports(method: MethodT) -> MethodT:
-    """As `between_forwards`, and raises `HandOverError` where later layers have not read what an earlier one stored."""
+    """Works like `between_forwards`, but raises `HandOverError` while later layers have shared tokens left to read."""
 
     @wraps(method)
     def report(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def reports(method: MethodT) -> MethodT:
 
 
 def wrong_heads(layer: int, given: int, heads: int) -> ValueError:
-    """Says that `head_precisions` has `given` entries for a layer that has `heads` KV heads here."""
+    """Returns the error for `given` entries of `head_precisions` in a layer with `heads` KV heads here."""
     return ValueError(
         f"head_precisions[{layer}] has {given} entries but the layer has {heads} KV heads here; give {heads}, or under "
         "tensor parallelism call cache.attach(model) first."
@@ -57,18 +57,19 @@ def wrong_heads(layer: int, given: int, heads: int) -> ValueError:
 class Stores:
     """All stores of one cache.
 
-    What is called a layer here and below is a group of heads (`head_groups`): all of a layer but for few.
+    A layer, here and below, is a head group (`head_groups`): usually a whole layer.
 
     Args:
-        config: the user's choices.
-        num_layers: compressed layers of the model.
-        max_positions: tokens that a request of the model may have; None where that is not known.
+        config: the user's configuration.
+        num_layers: number of compressed layers of the model.
+        max_positions: maximum number of tokens of a request; None if unknown.
 
     Attributes:
-        groups: of the heads that are here. num_layers: how many these are.
+        groups: head groups of this process.
+        num_layers: number of these groups.
 
     Raises:
-        ValueError: thresholds or precisions given for another number of layers.
+        ValueError: thresholds or precisions are given for another number of layers.
     """
 
     def __init__(self, config: DiffKVConfig, num_layers: int, max_positions: int | None = None) -> None:
@@ -76,51 +77,54 @@ class Stores:
         self.model_layers = num_layers
         self.max_positions = max_positions
         self.all: list[Store] = []
-        # of the model's queries, where they are known; stores read them
+        # moments of the model's queries by group, if known; stores read them
         self.moments: QueryMoments | None = None
-        # the same of whole layers
+        # moments of whole layers
         self._moments: QueryMoments | None = None
-        # logical tokens each layer has seen; the layers refer to this object, which must not refer back to them, or
-        # a cache that is dropped would keep its memory until Python's garbage collector comes by
+        # logical tokens seen by each layer; the layers refer to this object, which must not refer back to them, or a
+        # dropped cache would keep its memory until Python's garbage collector runs
         self.seen: list[int] = []
         self.set_groups(head_groups(config, num_layers))
         self.recording = False
         # set while a decode step is being captured (graphs.py)
         self.capturing = False
-        # whether that step has a mask: kernels are compiled for either case, and a capture must not compile
+        # whether that step has a mask: kernels are compiled separately for both cases, and a capture must not compile
         self.capturing_mask = False
-        # set beside `capturing` while the forward only warms up: nothing that is stored may change
+        # set together with `capturing` while the forward only warms up: stored data must not change
         self.rehearsing = False
         self.pending: int | None = None
-        # the layer whose keys and values later layers are still to read
+        # the layer whose keys and values later layers have yet to read
         self.awaited: int | None = None
         self.broken = False
-        # between forwards and whoever looks at the cache
+        # turns of forwards and of other users of the cache
         self.turns = ForwardTurns()
-        # whether the cache has layers of Transformers' own as well
+        # whether the cache also has layers of Transformers' own
         self.beside_others = False
         self.order = torch.zeros(1)
         self.tensor_parallel = TensorParallel()
-        # where each compressed layer will run; None: on one device, or not known
+        # device of each compressed layer; None: one device for all, or unknown
         self.devices: list[torch.device] | None = None
         # compressed layers of the model that run in other processes
         self.absent: set[int] = set()
-        # those that are a layer of Transformers' own after all
+        # layers replaced by one of Transformers' own
         self.kept_dense: set[int] = set()
         self._places: dict[int, tuple[Store, int]] = {}
 
     def set_groups(self, groups: Sequence[HeadGroup]) -> None:
-        """Says which heads are held alike, while nothing is held."""
+        """Sets the head groups; the cache must be empty."""
         self.groups, self.num_layers = tuple(groups), len(groups)
         self.seen[:] = [0] * len(groups)
         if self._moments is not None:
             self.use_moments(self._moments)
 
     def share_heads(self, parallel: TensorParallel) -> bool:
-        """Notes with whom this process shares heads; whether it has other groups now, which holds only while empty.
+        """Notes the ranks that split the heads.
+
+        Returns:
+            Whether the head groups changed, which is possible only while the cache is empty.
 
         Raises:
-            ValueError: heads that cannot be shared out, or that were not so before some of them were held.
+            ValueError: heads cannot be split so, or the groups would change while the cache holds tokens.
         """
         self.tensor_parallel = parallel
         if not self.config.is_split:
@@ -137,7 +141,7 @@ class Stores:
         return True
 
     def attach(self, model: Any, compressed_layers: list[int]) -> None:
-        """Notes over which devices `model` is spread.
+        """Notes on which devices `model` runs.
 
         Args:
             compressed_layers: index in the model of each layer.
@@ -150,10 +154,10 @@ class Stores:
         self.absent |= self.kept_dense
 
     def use_moments(self, moments: QueryMoments) -> None:
-        """Has generated keys rounded by moments of the model's queries from now on.
+        """Rounds generated keys by moments of the model's queries from now on.
 
         Raises:
-            ValueError: they are of another model.
+            ValueError: the moments belong to another model.
         """
         moments.check_layers(self.model_layers)
         whole, moments = moments, moments.of_groups(self.groups)
@@ -168,11 +172,14 @@ class Stores:
         moments.check_layer(index, measured, store.key_dim)
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
-        """The store for a layer's keys and values, and the layer's index in it.
+        """Assigns a layer to a store that fits its keys and values, and makes the store if needed.
+
+        Returns:
+            The store, and the layer's index in it.
 
         Raises:
-            ValueError: keys and values no store can be made for.
-            MemoryError: `max_bytes` cannot hold the windows.
+            ValueError: no store can be made for these keys and values.
+            MemoryError: the windows do not fit into `max_bytes`.
         """
         if key.ndim != 4 or value.shape[:3] != key.shape[:3]:
             raise ValueError(
@@ -199,7 +206,7 @@ class Stores:
         return self._places[index]
 
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
-        """A store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
+        """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
         first_head = self.groups[index].first_head(heads.num_heads, self.tensor_parallel.rank)
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
         store = Store(self.groups[index].config, layers, batch_size, heads, **sizes)
@@ -211,7 +218,7 @@ class Stores:
         try:
             store.update_limit()
         except MemoryError:
-            # others hold room for layers that turn out to be of another shape, or on another device
+            # other stores reserve memory for layers that turned out to have another shape or device
             for other in self._on(store.device):
                 drop_unused_layers(other, self._used(other))
             self.share_budget(store)
@@ -225,7 +232,7 @@ class Stores:
         return sum(place[0] is store for place in self._places.values())
 
     def _layers_to_come(self, device: torch.device, index: int) -> int:
-        """How many layers without a place may still ask for one on `device`, in pages as those of layer `index`."""
+        """Counts the layers without a place that may need one on `device`, with pages like those of layer `index`."""
         open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
         alike = [layer for layer in open_layers if self.groups[layer].goes_with(self.groups[index])]
         if self.devices is not None:
@@ -233,7 +240,11 @@ class Stores:
         return max(1, len(alike))
 
     def of_layer(self, index: int, heads: int) -> DiffKVConfig:
-        """What holds for a layer of `heads` KV heads here. Raises `ValueError` where it has precisions for others."""
+        """Returns the configuration of a layer with `heads` KV heads here.
+
+        Raises:
+            ValueError: the configuration has precisions for another number of heads.
+        """
         group, layers = self.groups[index], self.config.head_precisions
         chosen = None if layers is None or group.heads is not None else layers[group.layer]
         if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:
@@ -241,7 +252,7 @@ class Stores:
         return group.config
 
     def starts_forward(self, index: int) -> bool:
-        """Whether this layer is the first one of a forward: no other one is ahead of it."""
+        """Returns whether this layer is the first of a forward: no other layer has seen more tokens."""
         return max(self.seen) <= self.seen[index]
 
     def begin(self, tokens: int) -> None:
@@ -249,13 +260,13 @@ class Stores:
 
         Raises:
             HandOverError: an earlier forward stopped halfway.
-            ValueError, MemoryError: as `begin_forward`; every store is as it was.
+            ValueError, MemoryError: raised by `begin_forward`; all stores are then unchanged.
         """
         self.check_complete()
         begun = []
         try:
             for store in self.all:
-                if store.seen:  # the first forward has shown all layers
+                if store.seen:  # all layers are known after the first forward
                     drop_unused_layers(store, self._used(store))
                 self.share_budget(store)
                 begin_forward(store, tokens)
@@ -267,7 +278,7 @@ class Stores:
 
     @contextmanager
     def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:
-        """Takes a turn between two forwards (`ForwardTurns.between`), once the work of other threads is done."""
+        """Takes a turn (`ForwardTurns.between`) to read or change the stores, once other threads are done."""
         with self.turns.between(whatever_runs):
             other = self.turns.last_forward not in (None, threading.get_ident())
             devices = {store.device for store in self.all if other and store.device.type == "cuda"}
@@ -279,13 +290,13 @@ class Stores:
                 torch.cuda.synchronize(device)
 
     def in_step(self) -> AbstractContextManager:
-        """`TensorParallel.in_step` for work on all stores."""
+        """Returns `TensorParallel.in_step` for work on all stores."""
         if not self.all or self.tensor_parallel.group is None:
             return nullcontext()
         return self.tensor_parallel.in_step(self.all[0].device)
 
     def check_place(self, tokens: int) -> None:
-        """Raises `HandOverError` if a layer whose first tokens these are missed earlier ones."""
+        """Raises `HandOverError` if a layer that gets its first `tokens` tokens missed earlier ones."""
         if max(self.seen) > tokens:
             self.broken = True
             self.check_usable()
@@ -296,7 +307,7 @@ class Stores:
         self.check_usable()
 
     def check_read(self) -> None:
-        """Raises `HandOverError` if layers that share keys and values have not all attended to them."""
+        """Raises `HandOverError` unless all layers that share keys and values have attended to them."""
         if self.awaited is not None:
             self.broken = True
             raise HandOverError(
@@ -311,13 +322,15 @@ class Stores:
             raise stopped_halfway()
 
     def abandon(self, index: int, tokens: int) -> bool:
-        """Called when a layer failed to store `tokens` tokens: undone if it is the forward's first, else remembered.
+        """Handles a layer's failure to store `tokens` tokens.
+
+        The forward is undone if this layer is its first one; else the cache is marked as broken.
 
         Returns:
-            Whether nothing has been seen any more, so that all stores are dropped.
+            Whether no tokens are left, so that all stores were dropped.
         """
         others = [seen for other, seen in enumerate(self.seen) if other != index and seen]
-        # the other ranks may have stored theirs already
+        # other ranks may have stored their tokens already
         if self.broken or self.tensor_parallel.size > 1 or any(seen >= self.seen[index] for seen in others):
             self.broken = True
             return False
@@ -330,10 +343,10 @@ class Stores:
         return empty
 
     def assign(self, index: int, store: Store, slot: int) -> None:
-        """Says where a layer stands, in a store of this cache or one that is new.
+        """Sets the place of a layer, in a store of this cache or in a new one.
 
         Raises:
-            ValueError: the moments of the model's queries are of other heads.
+            ValueError: the moments of the model's queries belong to other heads.
         """
         if self.moments is not None:
             self._check_moments(self.moments, index, store)
@@ -342,10 +355,10 @@ class Stores:
         self._places[index] = (store, slot)
 
     def share_budget(self, store: Store, more_requests: int = 0) -> None:
-        """Tells `store`, before it may grow, what the others on its device hold of `max_bytes` or will need.
+        """Tells `store`, before it may grow, how much of `max_bytes` the others on its device hold or will need.
 
         Args:
-            more_requests: by how many the batch of the others is going to grow.
+            more_requests: number of requests by which the batch of the other stores will grow.
         """
         if self.config.max_bytes is None:
             return
@@ -359,11 +372,11 @@ class Stores:
         return [store for store in self.all if store.device == device]
 
     def place_of(self, index: int) -> tuple[Store, int]:
-        """Store and index within it of a layer that has a place."""
+        """Returns the store of a placed layer, and the layer's index in it."""
         return self._places[index]
 
     def clear(self) -> None:
-        """Drops every store and the memory it holds."""
+        """Drops all stores and their memory."""
         self.pending = self.awaited = None
         self.broken = False
         self.recording = False

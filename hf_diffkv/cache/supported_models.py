@@ -1,4 +1,4 @@
-"""Which models a `DiffKVCache` can work with, as far as their configuration tells."""
+"""Checks whether a `DiffKVCache` can work with a model, as far as its configuration tells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 from ..compat import can_switch
 from .errors import UnsupportedModelError
 
-# How these models attend cannot be read off their configuration.
+# models whose way of attending cannot be read off their configuration
 REFUSED_TYPES = {
     "diffllama": "splits values after caching them",
     "doge": "adds a learned bias to its attention logits",
@@ -27,7 +27,7 @@ REFUSED_TYPES = {
 
 
 def check_model_config(model_config: Any) -> None:
-    """Raises `UnsupportedModelError` for models that cannot work with this cache, before anything runs."""
+    """Raises `UnsupportedModelError` for a model that cannot work with this cache, `ValueError` for other objects."""
     if not hasattr(model_config, "get_text_config"):
         raise ValueError(
             f"model_config is a {type(model_config).__name__}; pass the model or its configuration: "
@@ -48,7 +48,7 @@ def check_model_config(model_config: Any) -> None:
 
 
 def check_attention(model: Any) -> None:
-    """Raises `UnsupportedModelError` for a model whose attention cannot be switched, which no configuration tells."""
+    """Raises `UnsupportedModelError` for a model whose attention cannot be switched."""
     if not can_switch(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use Transformers' attention interface, so its attention cannot be "
@@ -57,10 +57,10 @@ def check_attention(model: Any) -> None:
 
 
 def cache_layers(text_config: Any) -> list[Any]:
-    """The layers a `DynamicCache` would have.
+    """Returns the layers that a `DynamicCache` would have.
 
     Raises:
-        UnsupportedModelError: layers that attend to a selection of tokens, or a model without attention layers.
+        UnsupportedModelError: some layers attend to a selection of tokens, or the model has no attention layers.
     """
     layers = list(DynamicCache(config=text_config).layers)
     foreign = {type(layer).__name__ for layer in layers if isinstance(layer, DynamicLayer) and not _is_known(layer)}
@@ -82,14 +82,14 @@ def _is_known(layer: DynamicLayer) -> bool:
 
 
 def shared_layers(text_config: Any) -> dict[int, tuple[int, ...]]:
-    """Layers whose keys and values later layers read as well, and which these are."""
+    """Returns the readers, layers that reuse keys and values, by index of the layer they read."""
     sharing = getattr(text_config, "num_kv_shared_layers", None) or 0
     modes = getattr(text_config, "kv_sharing_modes", None)
     if modes is None and not sharing:
         return {}
     kinds = list(text_config.layer_types)
     reads = [mode == "reuse" for mode in modes] if modes else [i >= len(kinds) - sharing for i in range(len(kinds))]
-    # a reader takes what the last layer of its kind before all readers stored
+    # a reader uses the keys and values of the last layer of its kind before all readers
     stored = {kind: index for index, kind in enumerate(kinds) if not reads[index]}
     readers: dict[int, tuple[int, ...]] = {}
     for index, kind in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""Switches models to the "diffkv" attention, and back when the `generate()` calls that needed it have ended."""
+"""Switches models to the "diffkv" attention, and back after the `generate()` calls that needed it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _logger = logging.getLogger("hf_diffkv")
 
 @dataclass
 class _Calls:
-    """The `generate()` calls that run on one model at this moment.
+    """The running `generate()` calls on one model.
 
     Attributes:
-        calls: how many, those with other caches included: a forward must not see its attention change.
-        needed: whether one of them needs "diffkv".
-        before: the attention of every configuration before the first of them switched it; None while none has.
+        calls: number of calls, also those with other caches, as attention must not change during a forward.
+        needed: whether one of the calls needs "diffkv".
+        before: attention of every configuration before a call switched it; None if none has.
     """
 
     calls: int = 0
@@ -32,14 +32,14 @@ class _Calls:
     before: list[tuple[Any, str | None]] | None = None
 
 
-# by the identity of the model's configuration, which lives as long as the calls
+# keys are identities of the models' configurations, which live as long as the calls
 _uses: dict[int, _Calls] = {}
 _lock = threading.Lock()
 
 
 @contextmanager
 def attention_set_back(model: Any) -> Iterator[None]:
-    """Sets the attention of `model` back to what it was, once the last of the calls inside has ended."""
+    """Restores the attention of `model` once the last of its calls within such a block has ended."""
     key = id(model.config)
     with _lock:
         use = _uses.setdefault(key, _Calls())
@@ -51,33 +51,33 @@ def attention_set_back(model: Any) -> Iterator[None]:
             use.calls -= 1
             if use.calls == 0:
                 del _uses[key]
-                # whoever has chosen another attention meanwhile keeps that
+                # an attention that the user has chosen meanwhile stays
                 if use.before is not None and _is_switched(model):
                     set_attentions(use.before)
 
 
 def needs_diffkv(model: Any) -> bool:
-    """Whether a `generate()` call that runs on `model` needs the "diffkv" attention."""
+    """Returns whether a running `generate()` call on `model` needs the "diffkv" attention."""
     with _lock:
         use = _uses.get(id(model.config))
         return use is not None and use.needed
 
 
 def runs_batches(model: Any) -> bool:
-    """Whether `model` has the attention of continuous batching with a compressed cache."""
+    """Returns whether `model` has the attention of continuous batching with a compressed cache."""
     return attention_of(model.config.get_text_config(decoder=True)) == PAGED_NAME
 
 
 def ensure_attention(model: Any) -> None:
-    """Switches the decoder of `model` to the "diffkv" attention; within `attention_set_back`, for as long.
+    """Switches the decoder of `model` to the "diffkv" attention; `attention_set_back` restores the former one.
 
     Raises:
-        UnsupportedModelError: its attention cannot be switched, or the cache cannot work with it.
+        UnsupportedModelError: the model's attention cannot be switched, or the cache cannot work with the model.
     """
     check_model_config(model.config)
     check_attention(model)
     with _lock:
-        # outside of calls nothing is set back
+        # outside of calls nothing is restored
         use = _uses.get(id(model.config), _Calls())
         use.needed = True
         if _is_switched(model):
@@ -90,7 +90,7 @@ def ensure_attention(model: Any) -> None:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Sets the attention implementation of the decoder of `model`; other parts, an image encoder say, keep theirs."""
+    """Sets the attention of the decoder of `model`; other parts, such as an image encoder, keep theirs."""
     text_config = model.config.get_text_config(decoder=True)
     if text_config is model.config:
         model.set_attn_implementation(name)

@@ -1,7 +1,7 @@
-"""Whose turn it is at a cache: a forward's, or that of whoever reads or changes it between two forwards.
+"""Turns at a cache, taken by forwards and by code that reads or changes the cache between two forwards.
 
-A forward takes its turn with its first layer and gives it back with its last one. Whoever else comes meanwhile waits,
-and turns are given in the order in which they were asked for.
+A forward takes its turn with its first layer and gives it back with its last one. Other threads wait meanwhile. Turns
+are granted in the order of the requests.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.nn import Module
 
 from .errors import forward_under_way
 
-# how long one waits before looking whether the forward that has the turn still runs
+# interval at which a waiting thread checks whether the forward that has the turn still runs
 LOOK_SECONDS = 0.05
 _MODULE_CODE = Module.__call__.__code__.co_filename
 _all_turns: weakref.WeakSet[ForwardTurns] = weakref.WeakSet()
 
 
 class _Use(Enum):
-    """What a turn is for.
+    """Purpose of a turn.
 
-    FORWARD: a forward, which an error between two layers can end unnoticed. STEP: a forward that says when it ends,
-    also after an error. BETWEEN: anything between two forwards.
+    FORWARD: a forward, which an error between two layers can end unnoticed. STEP: a forward that reports its end, also
+    after an error. BETWEEN: anything between two forwards.
     """
 
     FORWARD = 1
@@ -39,7 +39,7 @@ class _Use(Enum):
 
 
 class _Ticket:
-    """A thread that waits for its turn; `granted` is held until it comes."""
+    """A thread that waits for its turn; the lock `granted` is held until then."""
 
     def __init__(self, thread: int, use: _Use) -> None:
         self.thread, self.use, self.granted = thread, use, threading.Lock()
@@ -47,11 +47,11 @@ class _Ticket:
 
 
 class ForwardTurns:
-    """The turns at one cache. Copies and forked processes start with nobody's turn.
+    """The turns at one cache. In copies and forked processes nobody has the turn at first.
 
     Attributes:
-        last_layer_came: whether the last layer of the forward that has the turn has its tokens.
-        last_forward: the thread of the newest forward; None before the first.
+        last_layer_came: whether the last layer of the current forward has its tokens.
+        last_forward: identifier of the newest forward's thread; None before the first.
     """
 
     def __init__(self) -> None:
@@ -59,17 +59,19 @@ class ForwardTurns:
         self._waiting: deque[_Ticket] = deque()
         self._thread: int | None = None
         self._use: _Use | None = None
-        # the layer of the forward that came last; in front of every layer where none is under way
+        # index of the layer that the current forward reached last; infinite if none is under way, so that any layer
+        # starts a forward
         self._place = float("inf")
         self.last_layer_came = False
         self.last_forward: int | None = None
         _all_turns.add(self)
 
     def reach(self, layer_idx: int, comes_once: bool = True) -> None:
-        """Notes that a forward comes to a layer; with the first one it takes its turn.
+        """Notes that a forward reaches a layer, and takes the forward's turn with the first one.
 
         Args:
-            comes_once: a forward comes to this layer no more than once.
+            layer_idx: index of the layer in the model.
+            comes_once: whether a forward reaches this layer at most once.
         """
         if layer_idx < self._place or comes_once and layer_idx == self._place:
             self._begin()
@@ -81,7 +83,7 @@ class ForwardTurns:
             ticket = None
             if self._thread != thread or self._use is _Use.FORWARD:
                 if self._thread == thread:
-                    # the forward before had fewer layers, or was broken off
+                    # the previous forward had fewer layers, or was aborted
                     self._pass_on()
                 ticket = self._ask(thread, _Use.FORWARD)
         if ticket is not None:
@@ -100,14 +102,14 @@ class ForwardTurns:
             self.end()
 
     def end(self) -> None:
-        """Ends the turn of a forward that is done or cannot go on; does nothing where there is none."""
+        """Ends the turn of a forward that is done or cannot continue; does nothing if there is none."""
         with self._mutex:
             if self._use is _Use.FORWARD:
                 self._pass_on()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The turn of a forward that ends with the block."""
+        """Takes the turn for a forward that ends with the block."""
         nested = self._take(_Use.STEP, True)
         self.last_forward = threading.get_ident()
         try:
@@ -118,10 +120,10 @@ class ForwardTurns:
 
     @contextmanager
     def between(self, whatever_runs: bool = False) -> Iterator[None]:
-        """A turn between two forwards; waits for the end of one that another thread runs.
+        """Takes a turn between two forwards, after waiting for a forward of another thread to end.
 
         Args:
-            whatever_runs: also within a forward of this thread, which will not go on.
+            whatever_runs: whether to allow it within a forward of this thread, which will not continue.
 
         Raises:
             HandOverError: this thread's forward is under way.
@@ -134,7 +136,7 @@ class ForwardTurns:
                 self._give_back()
 
     def _take(self, use: _Use, whatever_runs: bool) -> bool:
-        """Waits for a turn; whether this thread had it already."""
+        """Waits for a turn. Returns whether this thread had it already."""
         thread = threading.get_ident()
         with self._mutex:
             mine = self._thread == thread
@@ -142,7 +144,7 @@ class ForwardTurns:
             if not whatever_runs and (step or forward and _runs_a_module(sys._getframe())):
                 raise forward_under_way()
             if forward:
-                # it is over without its last layer
+                # the forward is over without its last layer
                 self._grant(thread, use)
                 return False
             if mine:
@@ -157,7 +159,7 @@ class ForwardTurns:
             self._pass_on()
 
     def _ask(self, thread: int, use: _Use) -> _Ticket | None:
-        """Takes the turn where it is nobody's, else queues up."""
+        """Takes the turn if nobody has it, else queues up and returns the ticket."""
         if self._thread is None:
             self._grant(thread, use)
             return None
@@ -169,7 +171,7 @@ class ForwardTurns:
         self._thread, self._use = thread, use
 
     def _pass_on(self) -> None:
-        """Gives the turn to whoever has waited longest."""
+        """Gives the turn to the thread that has waited longest."""
         self._place = float("inf")
         if self._waiting:
             ticket = self._waiting.popleft()
@@ -193,7 +195,7 @@ class ForwardTurns:
             raise
 
     def _runs(self) -> bool:
-        """Whether what has the turn still runs: its thread lives, and is within a module where that is a forward."""
+        """Returns whether the turn's thread lives and, for a forward, is within a module."""
         frame = sys._current_frames().get(self._thread)
         return frame is not None and (self._use is not _Use.FORWARD or _runs_a_module(frame))
 
@@ -205,7 +207,7 @@ class ForwardTurns:
 
 
 def _runs_a_module(frame: FrameType | None) -> bool:
-    """Whether `frame` was called, at whatever distance, by a module of PyTorch."""
+    """Returns whether a PyTorch module is among the callers of `frame`."""
     while frame is not None:
         if frame.f_code.co_filename == _MODULE_CODE:
             return True
@@ -214,7 +216,7 @@ def _runs_a_module(frame: FrameType | None) -> bool:
 
 
 def _start_anew() -> None:
-    # the threads that had or awaited a turn are not in this process
+    # the threads that had or awaited a turn do not exist in this process
     for turns in _all_turns:
         turns.__init__()  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""Who uses a cache: one model, and one `generate()` call at a time."""
+"""Use of a cache: by one model, and one `generate()` call at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class CacheInUseError(RuntimeError):
-    """A cache given to a second model, or to a second `generate()` call while the first still runs."""
+    """A cache was given to a second model, or to a second `generate()` call while the first still runs."""
 
 
 class Usage:
@@ -22,17 +22,18 @@ class Usage:
 
     @property
     def model(self) -> Any:
-        """The model whose keys and values the cache holds; None where `generate()` has not been called with it."""
+        """Model whose keys and values the cache holds; None if `generate()` has not been called with the cache."""
         return None if self._model is None else self._model()
 
     def claim(self, model: Any, run: Any) -> None:
         """Notes that `model` generates with the cache.
 
         Args:
-            run: an object that lives exactly as long as the call.
+            model: model of the call.
+            run: object that lives exactly as long as the call.
 
         Raises:
-            CacheInUseError: the cache holds another model's tokens, or another thread generates with it right now.
+            CacheInUseError: the cache holds another model's tokens, or another thread is generating with it.
         """
         with self._lock:
             held = self.model
@@ -60,12 +61,12 @@ class Usage:
                 )
 
     def _runs_elsewhere(self, run: Any) -> bool:
-        """Whether a call other than `run` uses the cache in another thread."""
+        """Returns whether a call other than `run` uses the cache in another thread."""
         running = None if self._run is None else self._run()
         return running is not None and running is not run and self._thread != threading.get_ident()
 
     def clear(self) -> None:
-        """Forgets the model; the cache is empty."""
+        """Forgets the model, for an empty cache."""
         with self._lock:
             self._model = self._run = self._thread = None
 

@@ -1,4 +1,4 @@
-"""What a cache keeps of its tokens, in words: per token, where the counts of a report are per token, layer and head."""
+"""Describes in words how a cache stores its tokens."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# between the two precisions of a head whose tokens are chosen, as in K8V4/K4V2
+# separates the two precisions of a head that chooses levels, as in K8V4/K4V2
 EITHER = "/"
 
-# index of a layer's report and of one of its heads
+# a layer's report and the index of one of its heads
 Head = tuple[Any, int]
 
 
 def chosen_heads(layers: Sequence[Any]) -> list[Head]:
-    """The heads whose tokens differ in level: two precisions, or some are pruned.
+    """Returns the heads whose tokens differ in level: those with two precisions, or else all if any token is pruned.
 
     Args:
-        layers: a `LayerReport` for each compressed layer.
+        layers: one `LayerReport` per compressed layer.
     """
     heads = list(_heads(layers))
     two = [(layer, head) for layer, head in heads if EITHER in _precision(layer, head)]
@@ -25,12 +25,13 @@ def chosen_heads(layers: Sequence[Any]) -> list[Head]:
 
 
 def kept_in_words(layers: Sequence[Any]) -> str:
-    """How many tokens there are, how many of them are uncompressed, and how the others are stored.
+    """Describes the number of tokens, the number of uncompressed ones, and the storage of the others.
 
-    Where heads choose among their tokens, the shares are those of the tokens outside the window, over these heads.
+    Counts are per token, while a report's are per token, layer and head. For heads that choose levels, shares are of
+    these heads' tokens outside the window.
 
     Args:
-        layers: a `LayerReport` for each compressed layer, at least one.
+        layers: one `LayerReport` per compressed layer, at least one.
     """
     tokens = sum(getattr(layers[0], name)[0] for name in ("high", "low", "window", "pruned"))
     window = max(max(layer.window) for layer in layers)
@@ -56,7 +57,7 @@ def _precision(layer: Any, head: int) -> str:
 
 
 def _range(precisions: set[str]) -> str:
-    """One precision, or the least and the most."""
+    """Names the precision, or the lowest and the highest one."""
     ordered = sorted(precisions, key=lambda name: (sum(map(int, re.findall(r"\d+", name))), name))
     return f"in {ordered[0]}" if len(ordered) == 1 else f"in {ordered[0]} to {ordered[-1]}, by head"
 

@@ -1,1 +1,1 @@
-"""Choosing thresholds for a model by measuring: `hf-diffkv calibrate` (docs/calibration.md)."""
+"""Measures a model to choose its precisions and thresholds: `hf-diffkv calibrate` (docs/calibration.md)."""

@@ -1,7 +1,7 @@
-"""The documents that a model's heads are measured on: text, facts and their recall, copying.
+"""Documents on which a model's heads are measured: text, recall of facts, copying.
 
-None of them is what `hf-diffkv evaluate` scores by default: facts come from another seed, and the text is of topics of
-Python's documentation that are no part of the evaluation's chapters.
+`hf-diffkv evaluate` scores none of them by default. Facts come from another seed, and the text from topics of Python's
+documentation that are not part of the evaluation's chapters.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from ..evaluation.tasks.prompts import encode
 from ..evaluation.tasks.text import stretches, texts
 
 SEED = 20260
-# tokens of a prompt, and those that are run behind it: of a text or a copy, and of questions with their answers
+# tokens of a prompt, and of what follows it: of a text or a copy, and of questions with answers
 DOCUMENT_LENGTH, TEXT_FOLLOWING, RECALL_FOLLOWING = 1200, 32, 64
 TEXT_COUNT, COPY_COUNT = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
-# characters of a paragraph that stands in no other topic by chance
+# length in characters from which a paragraph does not occur in two topics by chance
 LONG_PARAGRAPH = 80
-# tokens of a copy that say which part is copied
+# tokens of a copy that identify the copied part
 LEAD = 8
-# key of the positions among the following tokens at which predictions count
+# key of the positions among the following tokens whose predictions count
 POSITIONS = "positions"
 
 
 def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: int = DOCUMENT_LENGTH) -> list[Document]:
-    """Eight documents whose `continuation` is run behind the prompt, logits counting at `extra["positions"]`.
+    """Makes eight documents whose `continuation` follows the prompt; logits count at `extra["positions"]`.
 
     Args:
-        pieces: running text in the place of Python's documentation.
-        length: tokens of each prompt.
+        tokenizer: tokenizer of the model.
+        pieces: pieces of running text; None takes Python's documentation.
+        length: number of tokens of each prompt.
 
     Raises:
-        EvaluationError: a text that is too short, or a length that is too small for the facts.
+        EvaluationError: the text is too short, or the length is too small for the facts.
     """
     pieces = short_topics() if pieces is None else pieces
     remedy = "lower --length, or give a longer text where you choose it"
@@ -52,12 +53,12 @@ def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: i
 
 
 def digest_of(documents: Sequence[Document]) -> str:
-    """16 hexadecimal digits of the documents' tokens."""
+    """Returns a digest of the documents' tokens, 16 hexadecimal digits."""
     return hashlib.sha256("".join(document.digest for document in documents).encode()).hexdigest()[:16]
 
 
 def short_topics() -> list[str]:
-    """Topics of Python's documentation that the evaluation takes nothing from, in an order that `SEED` draws."""
+    """Returns the topics of Python's documentation that the evaluation does not use, shuffled by `SEED`."""
     topics = pydoc_data.topics.topics
     scored = texts()
     chosen = [
@@ -74,11 +75,11 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def recalling(document: Document) -> Document:
-    """Questions and answers one after another, as many as fit; predictions of the answers count."""
+    """Appends as many questions with answers as fit; the answers' predictions count."""
     following: list[int] = []
     positions: list[int] = []
     for question, answer in document.questions:
-        # where the answer's first token is predicted
+        # position that predicts the answer's first token
         start = len(following) + len(question) - 1
         following += [*question, *answer]
         positions += range(start, start + len(answer))
@@ -89,7 +90,7 @@ def recalling(document: Document) -> Document:
 
 
 def copying(document: Document, tokenizer: Any, index: int) -> Document:
-    """A text, then a part of it again; predictions count once it is clear which."""
+    """Appends a repeated part of the text; predictions count once it is clear which part."""
     start = random.Random(f"{SEED}/copy/{index}").randrange(len(document.context) // 2)
     again = document.context[start : start + TEXT_FOLLOWING]
     copied = replace(

@@ -1,4 +1,4 @@
-"""What each head's keys and values lose at few bits, measured one head at a time on a loaded model."""
+"""Measures, on a loaded model, the loss from storing each head's keys and values at few bits."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .queries import QuerySums
 from .replay import Replay, in_float32, watching
 from .stored import errors, geometric_mean, stored
 
-# of both keys and values, for which errors are measured
+# bits of keys and of values at which errors are measured
 MEASURED_BITS = (2, 3, 4, 5, 6, 8)
-# rows of a batch, and bytes of its logits, at most
+# upper bounds on the rows of a batch and on the bytes of its logits
 MOST_ROWS, MOST_LOGIT_BYTES = 16, 1 << 29
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model's heads lose, and the second moments of its queries, on the same documents."""
+    """Loss of a model's heads, and second moments of its queries, measured on the same documents."""
 
     sensitivity: Sensitivity
     queries: QueryMoments
@@ -53,21 +53,22 @@ def measure_heads(
     output: Path | str | None = None,
     quiet: bool = False,
 ) -> Sensitivity:
-    """Runs the model on eight documents of text, recall and copying, once for each head's keys and values.
+    """Measures a model's heads on eight documents of text, recall and copying.
 
-    A model in half precision computes in float32 meanwhile, which takes twice its memory.
+    The model runs once for each head's keys and once for its values. A half-precision model computes in float32
+    meanwhile, which takes twice its memory.
 
     Args:
-        model: a loaded decoder-only model; it is left as it was.
-        tokenizer: its tokenizer.
-        text: running text, instead of Python's documentation.
-        length: tokens of a prompt.
-        output: a folder that keeps what was measured, layer by layer; a run that is there is continued.
-        quiet: no progress.
+        model: loaded decoder-only model; it is unchanged afterwards.
+        tokenizer: tokenizer of the model.
+        text: running text; None takes Python's documentation.
+        length: number of tokens of a prompt.
+        output: folder that keeps the figures layer by layer, and whose run is continued if there is one.
+        quiet: whether to hide progress.
 
     Raises:
-        ValueError: a text that is too short, prompts longer than the model takes, a folder of another run.
-        UnsupportedModelError: a model that a `DiffKVCache` does not work with.
+        ValueError: the text is too short, prompts are longer than the model's maximum, or the folder holds another run.
+        UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
     config_of(model)
     pieces = [text] if isinstance(text, str) else text
@@ -78,8 +79,8 @@ def measure_heads(
 def measure(
     model: Any, documents: Sequence[Document], output: Path | str | None = None, quiet: bool = False
 ) -> Measured:
-    """`measure_heads` on documents of `documents_for`, with the moments of queries, which cost nothing more."""
-    # a configuration of its own: nothing is looked up, and no advice to measure is given while measuring
+    """Measures heads on documents of `documents_for`, and the moments of queries at no extra cost."""
+    # an explicit configuration, so that nothing is looked up and no hint to calibrate is logged
     layers = len(DiffKVCache(model, DiffKVConfig.lossless()).compressed_layers())
     if not layers:
         raise EvaluationError(f"{type(model).__name__} has no layers that are compressed.")
@@ -92,14 +93,16 @@ def measure(
 
 
 def config_for(sensitivity: Sensitivity, target_ratio: float, **source: Any) -> DiffKVConfig:
-    """A configuration whose heads have the precisions of least predicted loss within a ratio.
+    """Returns a configuration with the head precisions of least predicted loss within a ratio.
 
     Args:
-        target_ratio: as of `DiffKVConfig.with_ratio`, which the result can have other ratios by.
-        source: what else its `calibration` is to say.
+        sensitivity: measured loss of the heads.
+        target_ratio: bytes of a stored token over its bytes in the model's dtype, at most; `with_ratio` of the result
+            gives configurations for other ratios.
+        source: further entries of the configuration's `calibration`.
 
     Raises:
-        ValueError: a ratio that cannot be met.
+        ValueError: the ratio cannot be met.
     """
     fields, block = fields_for({**source, SENSITIVITY: sensitivity.to_dict()}, target_ratio)
     return with_calibration(DiffKVConfig(**MEASURED_FIELDS, **fields), block)
@@ -117,7 +120,7 @@ def _check_fit(model: Any, documents: Sequence[Document]) -> None:
 def _measure_all(
     model: Any, documents: Sequence[Document], layers: int, kept: Kept, sums: QuerySums, quiet: bool
 ) -> None:
-    """Measures what is missing of all documents."""
+    """Measures the missing layers of all documents."""
     text_config = model.config.get_text_config(decoder=True)
     heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     left = [document for document in documents if kept.missing(document, layers) or not sums.has(document)]
@@ -142,20 +145,20 @@ def _measure_all(
 
 
 def _work(document: Document, missing: Sequence[int], layers: int, heads: int) -> list[int]:
-    """Tokens times layers that run: for the prompt, then for each missing layer with all that follow it."""
+    """Returns the work in tokens times layers: for the prompt, then for each missing layer with all later ones."""
     following = 2 * heads * len(document.continuation)
     return [len(document.context) * layers, *(following * (layers - layer) for layer in missing)]
 
 
 def _rows(heads: int, positions: int, vocabulary: int) -> int:
-    """Rows of a batch: all keys' and values' damage at once, or batches of equal size."""
+    """Returns the rows of a batch: one for each head's keys and values if they fit, else equal batches."""
     fit = MOST_LOGIT_BYTES // (4 * positions * vocabulary)
     most = max(1, min(2 * heads, MOST_ROWS, fit))
     return math.ceil(2 * heads / math.ceil(2 * heads / most))
 
 
 def layer_figures(replay: Replay, index: int) -> dict[str, Any]:
-    """Losses and errors of the heads of a compressed layer, ready for JSON."""
+    """Measures losses and errors of the heads of a compressed layer, ready for JSON."""
     layer = replay.layers[index]
     damaged = {bits: stored(layer, Precision(bits, bits)) for bits in MEASURED_BITS}
     off = {bits: errors(layer, *tensors) for bits, tensors in damaged.items()}
@@ -171,7 +174,7 @@ def layer_figures(replay: Replay, index: int) -> dict[str, Any]:
 
 
 def _losses(replay: Replay, index: int, keys: Tensor, values: Tensor) -> list[float]:
-    """KL where one head's keys, then one head's values, are those given: [heads, tokens, dim]."""
+    """Returns the KL with each single head's keys, then values, replaced by the given ones, [heads, tokens, dim]."""
     layer, found = replay.layers[index], []
     heads = keys.shape[0]
     for start in range(0, 2 * heads, replay.rows):
@@ -187,10 +190,10 @@ def _losses(replay: Replay, index: int, keys: Tensor, values: Tensor) -> list[fl
 
 
 def mean_kl(exact: Tensor, probabilities: Tensor, logits: Tensor) -> float:
-    """Mean KL, in nats, from the distribution of logits `exact` to that of `logits`, [positions, vocabulary] each.
+    """Returns the mean KL, in nats, from the distribution of `exact` to that of `logits`, [positions, vocabulary] each.
 
-    The log of the mean of exp(d) over `probabilities`, those of `exact`, for what logits differ by, d, less its mean:
-    small losses are not what is left of large numbers then.
+    With d the difference of the logits less its mean under `probabilities`, the distribution of `exact`, KL is the log
+    of the mean of exp(d) under `probabilities`. This form avoids cancellation for small losses.
     """
     change = logits - exact
     change = change - (probabilities * change).sum(-1, keepdim=True)
@@ -198,7 +201,7 @@ def mean_kl(exact: Tensor, probabilities: Tensor, logits: Tensor) -> float:
 
 
 def _summary(model: Any, documents: Sequence[Document], found: Sequence[dict[int, dict[str, Any]]]) -> Sensitivity:
-    """The means over documents of figures by layer."""
+    """Averages figures by layer over documents."""
 
     def curve(name: str) -> dict[int, float]:
         def of_document(layers: dict[int, dict[str, Any]], bits: int) -> float:

@@ -1,4 +1,4 @@
-"""What was measured of a model's heads, layer by layer, so that an interrupted measurement goes on where it ended."""
+"""Keeps a model's measured figures layer by layer, so that an interrupted measurement can continue."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..evaluation.records import Record, RunFolder
 from ..evaluation.tasks import Document
 from ..heads.weights import model_digest
 
-# folder of the records within that of a run, their method, and the file for sums of query moments
+# folder of the records within a run's folder, their method, and the file for sums of query moments
 FOLDER, METHOD, SUMS_NAME = "heads", "heads", "queries.safetensors"
 LAYER_KEY = "layer"
 
 
 class Kept:
-    """Figures of layers by document, in a folder or in memory alone.
+    """Figures of layers by document, in a folder or only in memory.
 
     Args:
-        model: the loaded model that is measured.
-        output: folder of the run; None keeps nothing.
+        model: loaded model that is measured.
+        output: folder of the run; None keeps figures only in memory.
 
     Raises:
         EvaluationError: the folder cannot be written, or holds a run of another model or dtype.
@@ -37,15 +37,15 @@ class Kept:
 
     @property
     def sums_path(self) -> Path | None:
-        """The file for `QuerySums`; None without a folder."""
+        """Path of the file for `QuerySums`; None without a folder."""
         return None if self._folder is None else self._folder.folder / SUMS_NAME
 
     def layers(self, document: Document) -> dict[int, dict[str, Any]]:
-        """Figures by layer, in the order of layers."""
+        """Returns a document's figures by layer, in the order of layers."""
         return dict(sorted(self._found.get(document.digest, {}).items()))
 
     def add(self, document: Document, layer: int, figures: dict[str, Any], seconds: float) -> None:
-        """Keeps figures of a layer; a line in the folder, complete or not at all."""
+        """Keeps a layer's figures, as one complete line if there is a folder."""
         details = {LAYER_KEY: layer, **figures}
         self._put(document.digest, details)
         if self._folder is not None:
@@ -56,6 +56,6 @@ class Kept:
         self._found.setdefault(digest, {})[details[LAYER_KEY]] = details
 
     def missing(self, document: Document, layers: int) -> list[int]:
-        """Layers without figures."""
+        """Returns the layers without figures for a document."""
         found = self._found.get(document.digest, {})
         return [layer for layer in range(layers) if layer not in found]

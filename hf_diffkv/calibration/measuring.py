@@ -1,4 +1,4 @@
-"""What thresholds cost on given documents: bytes of real caches, and the loss against the dense cache."""
+"""Measures thresholds on given documents: bytes of real caches, and loss against the dense cache."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from .thresholds import Candidate, Thresholds
 
 @dataclass
 class Bench:
-    """A model and documents to measure thresholds on; what `folder` holds already is not measured again.
+    """A model and documents on which thresholds are measured. Records in `folder` are not measured again.
 
     Args:
-        base: the method whose thresholds vary.
-        task: its first metric is what calibration goes by.
-        retry, quiet: as of `runner.run`.
+        model, tokenizer: loaded model and its tokenizer.
+        base: method whose thresholds vary.
+        task: task whose first metric is the criterion of calibration.
+        documents: documents of the task.
+        folder: folder of the run.
+        retry: whether to repeat failed documents.
+        quiet: whether to hide progress.
     """
 
     model: Any
@@ -44,16 +48,16 @@ class Bench:
 
     @property
     def loss_name(self) -> str:
-        """What a loss is called in JSON."""
+        """Name of the loss in JSON."""
         return KL.name if self.metric is KL else f"{self.metric.name}_loss"
 
     @property
     def title(self) -> str:
-        """What a loss is called in a table."""
+        """Title of the loss in a table."""
         return KL.title if self.metric is KL else f"loss of {self.task.name} ({self.metric.title})"
 
     def measure(self, thresholds: Sequence[Thresholds]) -> list[Candidate]:
-        """A candidate for each of `thresholds`. Raises `EvaluationError` where the dense cache fails."""
+        """Measures a candidate for each of `thresholds`. Raises `EvaluationError` if the dense cache fails."""
         labels = [each.method(self.base) for each in thresholds]
         methods = [get_method(label) for label in (DENSE, *labels)]
         tasks = [(self.task, self.documents)]

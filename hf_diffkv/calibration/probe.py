@@ -1,7 +1,7 @@
-"""Whether a model's keys survive few bits: a sweep over some two hundred tokens, which takes seconds.
+"""Tests whether a model's keys survive few bits, on some two hundred tokens and within seconds.
 
-Some models (Qwen2.5-7B, Gemma 3 270M) have channels of such magnitude in their keys that 4 bits leave little of the
-others. A low level of such keys loses what the model needs, however insignificant its tokens are.
+Some models (Qwen2.5-7B, Gemma 3 270M) have key channels so large that 4 bits leave little of the other channels. With
+such keys a low level loses information the model needs, even for tokens of low significance.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..evaluation.session import Session
 from ..evaluation.tasks.text import texts
 
 PROBED_BITS = (8, 6, 4, 2)
-# of the tokens, how many are stored before the others are read against them
+# share of the tokens that are stored before the model reads the others
 STORED = 0.75
 MIN_PROBED = 16
-# docs/calibration.md has what it was chosen by
+# docs/calibration.md has the measurements behind it
 FRAGILE_KL = 0.1
 
 
 @dataclass(frozen=True)
 class KeyProbe:
-    """What fewer bits per key element cost a model; values are held as they are.
+    """Loss from fewer bits per key element; values stay exact.
 
     Attributes:
-        kl: bits -> mean KL divergence of the next-token distribution to the dense cache's, in nats.
-        tokens: tokens it was measured on.
-        seconds: how long that took.
+        kl: mean KL divergence of the next-token distribution to the dense cache's, in nats, by bits.
+        tokens: number of tokens it was measured on.
+        seconds: duration of the measurement.
     """
 
     kl: dict[int, float]
@@ -43,7 +43,7 @@ class KeyProbe:
     seconds: float
 
     def survives(self, bits: int) -> bool:
-        """Whether keys of so many bits leave the model what it is: KL of at most `FRAGILE_KL`.
+        """Returns whether keys of `bits` bits have a KL of at most `FRAGILE_KL`.
 
         Raises:
             KeyError: these bits were not measured.
@@ -66,24 +66,24 @@ def probe_keys(
     bits: tuple[int, ...] = PROBED_BITS,
     config: DiffKVConfig | None = None,
 ) -> KeyProbe:
-    """Measures what each number of key bits costs.
+    """Measures the loss at each number of key bits.
 
-    Three quarters of the tokens are stored with keys of so many bits and values as they are; then the model reads the
-    others, and its predictions are compared with those on a dense cache.
+    Three quarters of the tokens are stored with keys of these bits and exact values. The model then reads the others,
+    and its predictions are compared with those on a dense cache.
 
     Args:
-        model: a loaded decoder-only model.
-        tokenizer: its tokenizer; without one the tokens are drawn at random.
-        text: what to read, of at least `tokens` tokens; None takes some that Python brings along.
-        tokens: how many.
-        bits: which numbers of bits.
-        config: how keys are held else: `rotate`, `center`, `metadata_bits` and the groups of its precisions; None is
-            the default.
+        model: loaded decoder-only model.
+        tokenizer: tokenizer of the model; without one tokens are drawn at random.
+        text: text of at least `tokens` tokens; None takes a text from Python's documentation.
+        tokens: number of tokens.
+        bits: numbers of key bits to measure.
+        config: configuration that gives `rotate`, `center`, `metadata_bits` and the groups of the precisions; None
+            takes the default.
 
     Raises:
-        ValueError: a text without a tokenizer, a text or number of tokens too short, bits that are not supported, or
-            `model` is not the model itself.
-        UnsupportedModelError: a model that a `DiffKVCache` does not work with.
+        ValueError: a text is given without a tokenizer, the text or the number of tokens is too short, bits are not
+            supported, or `model` is not the model itself.
+        UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
     if text is not None and tokenizer is None:
         raise ValueError("text needs a tokenizer.")
@@ -104,16 +104,17 @@ def probe_keys(
 
 
 def without_fragile_level(config: DiffKVConfig, model: Any, tokenizer: Any = None) -> DiffKVConfig:
-    """`config`, with all tokens that it keeps at its high level where the model's keys do not survive the low one.
+    """Returns `config`, changed to keep all tokens at the high level if the model's keys do not survive the low one.
 
     Args:
-        model: a loaded decoder-only model, which is run on some 200 tokens (`probe_keys`) unless the low level has as
-            many key bits as the high one, or no tokens.
-        tokenizer: its tokenizer; without one the tokens are drawn at random.
+        config: configuration to check; pruning stays as it is.
+        model: loaded decoder-only model. It runs on some 200 tokens (`probe_keys`), unless the low level has as many
+            key bits as the high one, or no tokens.
+        tokenizer: tokenizer of the model; without one tokens are drawn at random.
 
     Raises:
         ValueError: `model` is not the model itself.
-        UnsupportedModelError: a model that a `DiffKVCache` does not work with.
+        UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
     config_of(model)
     if config.low.k_bits >= config.high.k_bits or config.alpha_high == config.alpha_low:

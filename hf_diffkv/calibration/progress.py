@@ -1,4 +1,4 @@
-"""How far a measurement of heads is and how long it will take: a bar in a terminal, lines elsewhere."""
+"""Progress and remaining time of a measurement of heads: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from types import TracebackType
 from tqdm.auto import tqdm
 
 BAR_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-# what hardly differs from nothing gives no rate
+# lower bound on the elapsed time, so that a rate can be computed
 LEAST_SECONDS = 1e-6
 
 
 class Progress:
-    """Tells of documents that are measured one after another, on stderr.
+    """Reports on stderr the progress through documents.
 
     Args:
-        count: of all documents.
-        work: how much there is to do, in any unit; time is taken to be proportional to it.
-        quiet: say nothing.
+        count: number of documents.
+        work: total work in any unit; time is assumed to be proportional to it.
+        quiet: whether to print nothing.
     """
 
     def __init__(self, count: int, work: float, quiet: bool = False) -> None:
@@ -38,13 +38,13 @@ class Progress:
         self._bar.close()
 
     def say(self, text: str) -> None:
-        """A line beside the bar."""
+        """Prints a line next to the bar."""
         if not self._quiet:
             self._bar.write(text, file=sys.stderr)
             sys.stderr.flush()
 
     def resume(self, documents: int, layers: int, of_layers: int) -> None:
-        """Says what was measured before: whole documents, and layers of the next one."""
+        """Reports earlier measurements: whole documents, and layers of the next one."""
         self._whole = documents
         parts = [f"{documents} of {_documents(self._count)}"] if documents else []
         parts += [f"{layers} of {of_layers} layers of the {_ordinal(documents + 1)}"] if layers else []
@@ -53,23 +53,23 @@ class Progress:
             self.say(f"{' and '.join(parts)} {verb} measured before; going on with the {_ordinal(documents + 1)}")
 
     def begin(self, name: str) -> None:
-        """A document is begun."""
+        """Notes that a document begins."""
         self._name, self._begun = name, time.perf_counter()
         self._bar.set_description(name)
 
     def advance(self, work: float) -> None:
-        """Some work is done."""
+        """Notes that some work is done."""
         self._done += work
         self._bar.update(work)
 
     def estimate(self) -> None:
-        """Says once how long all of it will take, at the rate so far."""
+        """Prints the estimated total time once, at the rate so far."""
         if not self._estimated:
             self._estimated = True
             self.say(f"{_documents(self._count - self._whole)}, about {self._left()}")
 
     def end(self) -> None:
-        """A document is measured."""
+        """Notes that a document is measured."""
         self._whole += 1
         if not self._bar.disable:
             return
@@ -82,7 +82,7 @@ class Progress:
         return time.perf_counter() - start
 
     def _left(self) -> str:
-        """The time left, at the rate so far."""
+        """Returns the time left at the rate so far, in words."""
         rate = self._done / max(self._since(self._started), LEAST_SECONDS)
         return _duration(max(0.0, self._work - self._done) / rate)
 
@@ -92,7 +92,7 @@ def _documents(count: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds for people, such as 4 min 10 s."""
+    """Formats seconds for people, such as 4 min 10 s."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

@@ -1,4 +1,4 @@
-"""Second moments of a model's queries, by which generated keys are rounded (docs/store.md)."""
+"""Measures second moments of a model's queries, used to round generated keys (docs/store.md)."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
 from .replay import WatchedLayer, in_float32, run_prompt, watching
 
-# key of the metadata of a file of sums: the digests of the documents in it
+# metadata key in a file of sums: digests of the documents in it
 SUMMED = "documents"
 
 
 def measure_queries(
     model: Any, tokenizer: Any, text: Iterable[str] | str | None = None, *, length: int = DOCUMENT_LENGTH
 ) -> QueryMoments:
-    """Runs the model once on each of the prompts of `measure_heads`.
+    """Measures query moments by running the model once on each prompt of `measure_heads`.
 
-    Arguments and errors are those of `measure_heads`; `keep_queries` has caches of the model find the result.
+    Arguments and errors are those of `measure_heads`. `keep_queries` puts the result where the model's caches find it.
     """
     config_of(model)
-    # raises for a model that has no use for them; a configuration of its own looks nothing up
+    # raises for an unsupported model; an explicit configuration avoids a look-up
     DiffKVCache(model, DiffKVConfig.lossless())
     return moments_on(model, documents_for(tokenizer, [text] if isinstance(text, str) else text, length))
 
 
 def keep_queries(moments: QueryMoments) -> Path:
-    """Writes them to the user's folder, where caches of the model find them. Raises `OSError`."""
+    """Writes moments to the user's folder, where the model's caches find them. Raises `OSError`."""
     path = queries_path(moments.model_digest)
     path.parent.mkdir(parents=True, exist_ok=True)
     moments.save(path)
@@ -53,9 +53,9 @@ class QuerySums:
     """Sums over documents of the second moments of a model's queries.
 
     Args:
-        documents: all that are to be summed.
-        path: a file that keeps the sums, of the same model; None keeps them in memory alone. Sums of other documents
-            that it holds are dropped.
+        documents: all documents to sum over.
+        path: file that keeps the sums of this model; None keeps them only in memory. If the file has sums of other
+            documents, they are dropped.
     """
 
     def __init__(self, documents: Sequence[Document], path: Path | None = None) -> None:
@@ -73,7 +73,7 @@ class QuerySums:
         return document.digest in self._done
 
     def add(self, document: Document, layers: Sequence[WatchedLayer]) -> None:
-        """Adds what the layers saw of a document's prompt."""
+        """Adds the moments of a document's prompt, as the layers saw it."""
         means = [_mean(layer) for layer in layers]
         self._sums = [total + mean for total, mean in zip(self._sums, means)] if self._done else means
         self._done.append(document.digest)
@@ -84,7 +84,7 @@ class QuerySums:
             written.replace(self._path)
 
     def moments(self, model: Any) -> QueryMoments:
-        """Of all documents together, once each of them was added."""
+        """Returns the moments over all documents, each of which must have been added."""
         text_config = model.config.get_text_config(decoder=True)
         return QueryMoments.of(
             text_config.model_type, model_digest(model), digest_of(self._documents), self._sums, mark_of(model)
@@ -93,7 +93,7 @@ class QuerySums:
 
 @torch.no_grad()
 def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
-    """Of the queries of all documents' prompts."""
+    """Measures second moments over all prompts' queries."""
     sums = QuerySums(documents)
     with in_float32(model), watching(model):
         for document in documents:
@@ -102,7 +102,7 @@ def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
 
 
 def _mean(layer: WatchedLayer) -> Tensor:
-    """Of q q^T over the queries of each of the layer's KV heads, float64 [heads, key_dim, key_dim]."""
+    """Returns the mean of q q^T over the queries of each KV head, float64 [heads, key_dim, key_dim]."""
     heads = layer.keys.shape[1]
     total = sum(second_moment(query, heads).double().cpu() for query in layer.queries)
     return total / sum(query.shape[1] // heads * query.shape[2] for query in layer.queries)

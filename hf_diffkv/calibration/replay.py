@@ -1,4 +1,4 @@
-"""A prompt whose layers are looked at one at a time: what follows it, with some heads' keys or values replaced."""
+"""Replays the tokens after a prompt with some heads' keys or values replaced, one layer at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from ..evaluation.methods.base import branched
 
 WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
-# probability that the likely tokens have together at each position, how many are looked at for that, and of how many
-# others each one that is computed stands for all
+# joint probability of the likely tokens at each position, most tokens considered for that, and number of other tokens
+# that each sampled one stands for
 LIKELY_MASS, MOST_LIKELY, OTHERS_STEP = 0.999, 8192, 16
 
 
 class WatchedLayer(DynamicLayer):
-    """Keeps a prompt's keys, values and queries; from then on shows them, or `shown`, to forwards and keeps nothing.
+    """Cache layer that records a prompt's keys, values and queries, and later only shows keys and values to forwards.
 
     Attributes:
-        queries: of the prompt, [1, query_heads, tokens, key_dim] for each layer that reads these keys.
-        readers: the modules that these came from.
-        options: softcap and attention sinks, as they came with the queries.
-        shown: keys and values [rows or 1, heads, tokens, dim] that a forward attends to beside its own.
+        queries: queries of the prompt, [1, query_heads, tokens, key_dim] for each layer that reads these keys.
+        readers: attention modules that these queries came from.
+        options: softcap and attention sinks given with the queries.
+        shown: keys and values, [rows or 1, heads, tokens, dim], that a forward attends to in addition to its own; None
+            while recording.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ def watched_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Ordinary attention; layers that watch get the queries."""
+    """Computes ordinary attention, and passes the queries to recording layers."""
     layer = getattr(key, WATCHED_TAG, None)
     if layer is not None:
         layer.note(module, query, kwargs | (kwargs.get("kwargs") or {}))
@@ -78,9 +79,9 @@ def watched_attention(
 
 
 def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Attention [rows, tokens, query_heads, value_dim] whose keys and values are not repeated for each query head.
+    """Computes attention, [rows, tokens, query_heads, value_dim], without repeating keys and values per query head.
 
-    Query heads that share a KV head are queries of one head.
+    Query heads that share a KV head are treated as further queries of one head.
     """
     rows, heads, tokens, _ = query.shape
     group = heads // key.shape[1]
@@ -94,7 +95,7 @@ def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 @contextmanager
 def watching(model: Any) -> Iterator[None]:
-    """The model attends by `watched_attention` within the block."""
+    """Makes the model use `watched_attention` within the block."""
     before = attention_of(model.config.get_text_config(decoder=True))
     AttentionInterface.register(WATCHED_NAME, watched_attention)
     AttentionMaskInterface.register(WATCHED_NAME, diffkv_mask)
@@ -108,9 +109,9 @@ def watching(model: Any) -> Iterator[None]:
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """A half-precision model computes in float32 within the block, with the same weights; others stay as they are.
+    """Makes a half-precision model compute in float32 within the block, with the same weights.
 
-    The model takes twice its memory then. Quantised models stay as they are: their losses have more noise.
+    The model then takes twice its memory. Quantised models are not changed, so their losses have more noise.
     """
     tensors = [*model.parameters(), *model.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
@@ -130,15 +131,17 @@ class Replay:
     """One prompt in a model that is `watching`.
 
     Args:
-        prompt, following: token ids; the second ones are run behind the first, in every row of a batch.
-        positions: of `following`, whose logits are wanted.
-        rows: of the batch.
+        model: model within `watching`.
+        prompt: token ids of the prompt.
+        following: token ids that follow the prompt in every row of a batch.
+        positions: positions in `following` whose logits are wanted.
+        rows: number of rows of a batch.
 
     Attributes:
-        layers: compressed layers, in order.
-        tokens: those that logits are of, as of `sampled_tokens`; None for the whole vocabulary.
-        logits: [positions, tokens], with keys and values as they are.
-        probabilities: of these tokens, with those that they stand for.
+        layers: compressed layers in order.
+        tokens: tokens whose logits are computed, from `sampled_tokens`; None for the whole vocabulary.
+        logits: logits with exact keys and values, [positions, tokens].
+        probabilities: probabilities of these tokens, including the tokens they stand for.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class Replay:
                 layer.shown = layer.keys, layer.values
             else:
                 layer.reorder_cache(same)
-        # what readers share is made in the layer that they read, which has to run
+        # the layer whose keys and values others read must run, so blocks cannot be skipped
         shares = shared_layers(model.config.get_text_config(decoder=True))
         self._blocks = [] if shares else decoder_blocks(model, self.layers)
         self._outputs: list[Any] = []
@@ -170,12 +173,12 @@ class Replay:
                 handle = block.register_forward_hook(lambda module, given, output: outputs.append(output))
                 stack.callback(handle.remove)
             logits = self._following()[0]
-        # a block that runs twice has no one output
+        # a block that runs twice has no single output
         self._outputs = outputs if len(outputs) == len(self._blocks) else []
         return logits
 
     def _sample_tokens(self) -> None:
-        """From now on computes the logits of `sampled_tokens` alone, if the model allows it."""
+        """Restricts logits to `sampled_tokens` from now on, if the model allows it."""
         head, sampled = self.model.get_output_embeddings(), sampled_tokens(self.probabilities)
         if type(head) is not nn.Linear or head.out_features != self.logits.shape[1] or sampled is None:
             return
@@ -191,15 +194,15 @@ class Replay:
         if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
             self.logits, self.probabilities = found, (found + counts.log()).softmax(-1)
         else:
-            # what the model does with logits depends on the token
+            # the model processes logits in a way that depends on the token
             self.tokens = None
 
     def damaged(self, index: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Logits [rows, positions, tokens] where a layer's prompt is another in each row.
+        """Returns logits, [rows, positions, tokens], with a layer's prompt replaced in each row.
 
         Args:
-            index: of the compressed layer.
-            keys, values: [rows, heads, tokens, dim].
+            index: index of the compressed layer.
+            keys, values: keys and values of the prompt, [rows, heads, tokens, dim].
         """
         layer = self.layers[index]
         shown, layer.shown = layer.shown, (keys, values)
@@ -210,13 +213,13 @@ class Replay:
             layer.shown = shown
 
     def _from_block_of(self, layer: WatchedLayer) -> AbstractContextManager[None]:
-        """Blocks before the one that has the layer give what they gave before."""
+        """Makes the blocks before the layer's block return their earlier outputs."""
         first = next((i for i, block in enumerate(self._blocks) if _contains(block, layer.readers[0])), 0)
         return self._skipping(first)
 
     @contextmanager
     def _skipping(self, count: int) -> Iterator[None]:
-        """The first blocks give what they gave before."""
+        """Makes the first `count` blocks return their earlier outputs."""
         with ExitStack() as stack:
             for block, output in list(zip(self._blocks, self._outputs))[:count]:
                 stack.enter_context(_acting(block, lambda *args, _output=output, **kwargs: _output))
@@ -229,13 +232,13 @@ class Replay:
 
 
 def sampled_tokens(probabilities: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The likely tokens of a vocabulary, and every `OTHERS_STEP`-th of the others, which stands for as many.
+    """Chooses the likely tokens of a vocabulary, and every `OTHERS_STEP`-th of the others to stand for the rest.
 
     Args:
-        probabilities: [positions, vocabulary].
+        probabilities: probabilities, [positions, vocabulary].
 
     Returns:
-        Tokens, and how many tokens each stands for, [tokens] each; None where that saves little.
+        Chosen tokens, and the number of tokens that each stands for, [tokens] each; None if that saves little.
     """
     vocabulary = probabilities.shape[1]
     if vocabulary <= 2 * MOST_LIKELY:
@@ -254,7 +257,7 @@ def sampled_tokens(probabilities: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:
-    """Runs a prompt in a model that is `watching`: the layers of its cache, and those of them that are watched."""
+    """Runs a prompt in a model within `watching`. Returns all layers of its cache, and the recording ones."""
     kinds = cache_layers(model.config.get_text_config(decoder=True))
     layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
     _run(model, torch.tensor([list(prompt)], device=model.device), 0, Cache(layers=layers), 1)
@@ -269,9 +272,10 @@ def _run(model: Any, ids: Tensor, start: int, cache: Cache, keep: int | Tensor) 
 
 
 def decoder_blocks(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[nn.Module]:
-    """The decoder's blocks in order: the list of modules each of which has at most one of the layers' attentions.
+    """Finds the decoder's blocks: the list of modules that each contain the attention of at most one layer.
 
-    Empty where the model has no such list.
+    Returns:
+        The blocks in order; empty if the model has no such list.
     """
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) >= len(layers):
@@ -287,7 +291,7 @@ def _contains(block: nn.Module, module: nn.Module) -> bool:
 
 @contextmanager
 def _acting(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module has another forward."""
+    """Replaces the module's forward within the block."""
     own = vars(module).get("forward")
     module.forward = forward
     try:

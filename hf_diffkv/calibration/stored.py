@@ -1,4 +1,4 @@
-"""A prompt's keys and values as a store gives them back: rotated, centred, rounded for its queries, quantised."""
+"""Stores a prompt's keys and values and reads them back: rotated, centred, rounded for its queries, quantised."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .replay import WatchedLayer
 
 
 def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
-    """Keys and values, [heads, tokens, dim] each; the newest and the first tokens are exact.
+    """Returns keys and values as a store returns them, [heads, tokens, dim] each; window and sinks are exact.
 
     Raises:
-        ValueError: a precision that does not fit the heads.
+        ValueError: the precision does not fit the heads.
     """
     key, value = layer.keys, layer.values
     store = _store(layer, DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **MEASURED_FIELDS))
@@ -42,10 +42,10 @@ def _store(layer: WatchedLayer, config: DiffKVConfig) -> Store:
 
 
 def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What keys and values of `stored` are off by, [heads] each, of the tokens that are not exact.
+    """Returns relative errors of keys and values of `stored`, [heads] each, over the tokens that are not exact.
 
-    Of keys the mean square by which the prompt's logits change, over that of logits of keys less their mean; of values
-    the mean square over that of values.
+    For keys it is the mean square change of the prompt's logits, over the mean square of the logits of centred keys.
+    For values it is the mean square error over the mean square value.
     """
     dtype = compute_dtype(keys.dtype)
     config = DiffKVConfig(**MEASURED_FIELDS)
@@ -63,6 +63,6 @@ def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, T
 
 
 def geometric_mean(figures: Tensor) -> float:
-    """Of those that are positive and finite; NaN without any."""
+    """Returns the geometric mean of the positive finite figures; NaN if there are none."""
     good = figures[torch.isfinite(figures) & (figures > 0)].double()
     return float(good.log().mean().exp())

@@ -1,4 +1,4 @@
-"""The text that thresholds are calibrated on."""
+"""Text for calibrating thresholds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MATH_SUBJECTS = (
     "prealgebra",
     "precalculus",
 )
-# chapters of Python's language reference, which need no Hub
+# name of the chapters of Python's language reference, which do not need the Hub
 OFFLINE_TEXT = "offline"
-# columns of a data set that hold text, the first of these groups that is there
+# columns of a data set that hold text; the first group that is present is used
 TEXT_COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
 LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
 SPLIT = "train"
@@ -32,10 +32,10 @@ OWN_TEXT = "give a text of your own: --text FILE"
 
 
 def read_pieces(name: str) -> Iterator[str]:
-    """The text called `name`: a UTF-8 file, `offline`, or a data set of the Hub (`owner/name` or `owner/name:config`).
+    """Reads the text `name`: a UTF-8 file, `offline`, or a data set of the Hub (`owner/name`, `owner/name:config`).
 
     Raises:
-        EvaluationError: it cannot be read; some of that only when the pieces are.
+        EvaluationError: the text cannot be read; for a data set, the error can come with a later piece.
     """
     if name == OFFLINE_TEXT:
         return iter(texts())
@@ -68,7 +68,7 @@ def _data_set(name: str) -> Iterator[str]:
     except EvaluationError:
         raise
     except Exception as error:
-        # what reading a data set raises depends on its format, on the Hub and on the network
+        # the kind of error depends on the data set's format, on the Hub and on the network
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EvaluationError(
             f"cannot read the data set {name} ({reason}); {OWN_TEXT}, or take Python's language reference: "

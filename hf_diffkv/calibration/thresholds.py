@@ -1,4 +1,4 @@
-"""Thresholds, what they cost, and which are tried: the paper's sweep, then single layers where that pays."""
+"""Searches thresholds: the paper's sweep, then single layers if that saves more."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..config import Threshold
 ALPHA_HIGH = (1.0, 2.0, 3.0, 4.0, 5.0)
 ALPHA_LOW = (0.02, 0.04, 0.06, 0.08, 0.1)
 
-# a smaller one is noise
+# a smaller loss is noise
 NO_LOSS = 1e-6
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """A pair of thresholds, each one number or one per compressed layer."""
+    """A pair of thresholds, each of them one number or one per compressed layer."""
 
     alpha_high: Threshold
     alpha_low: Threshold
 
     def method(self, base: str) -> str:
-        """The method that has these thresholds and else the options of `base`."""
+        """Returns the name of the method with these thresholds and the other options of `base`."""
         values = {"alpha_high": self.alpha_high, "alpha_low": self.alpha_low}
         options = "+".join(f"{name}={json.dumps(value)}" for name, value in values.items())
         return f"{base}{'+' if ':' in base else ':'}{options}"
@@ -33,13 +33,14 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Thresholds that were measured.
+    """Measured thresholds.
 
     Attributes:
-        bytes: what the cache really held, summed over the documents; None where it failed.
-        ratio: to what a dense cache of as many tokens held.
-        loss: how much worse than the dense cache, in the figure that calibration goes by.
-        error: why it failed.
+        thresholds: the thresholds.
+        bytes: measured size of the cache, summed over the documents; None if a document failed.
+        ratio: `bytes` over the size of a dense cache of as many tokens.
+        loss: difference to the dense cache in calibration's metric; positive is worse.
+        error: reason of the failure.
     """
 
     thresholds: Thresholds
@@ -49,7 +50,7 @@ class Candidate:
     error: str | None = None
 
     def to_dict(self, loss_name: str) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Returns plain values for JSON."""
         values = {"alpha_high": self.thresholds.alpha_high, "alpha_low": self.thresholds.alpha_low}
         if self.error is not None:
             return {**values, "error": self.error}
@@ -57,18 +58,18 @@ class Candidate:
 
 
 def cheapest(candidates: Iterable[Candidate], limit: float) -> Candidate | None:
-    """The one of the lowest ratio that loses at most `limit`; of several the one that loses least; None without any."""
+    """Returns the candidate with the lowest ratio, then the lowest loss, among losses up to `limit`, or None."""
     good = [each for each in candidates if each.error is None and each.loss <= limit]
     return min(good, key=lambda each: (each.ratio, each.loss), default=None)
 
 
 def closest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The one that loses least; None where all failed."""
+    """Returns the candidate with the lowest loss; None if all failed."""
     return min((each for each in candidates if each.error is None), key=lambda each: each.loss, default=None)
 
 
 def table(candidates: Iterable[Candidate], limit: float, loss_title: str) -> str:
-    """All candidates in Markdown, the most bytes first."""
+    """Formats all candidates as a Markdown table, the most bytes first."""
     candidates = list(candidates)
     chosen = cheapest(candidates, limit)
     lines = [["alpha_high", "alpha_low", "real bytes", loss_title, ""], ["---"] * 5]
@@ -91,23 +92,26 @@ def _format(threshold: Threshold) -> str:
     return f"{low:g}, {high:g} in {where}"
 
 
-# measures thresholds, in order
+# function that measures thresholds and returns candidates in order
 Measure = Callable[[Sequence[Thresholds]], list[Candidate]]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Values to try, from the most careful to the cheapest."""
+    """Values to try, from the most careful to the cheapest one."""
 
     alpha_high: tuple[float, ...] = ALPHA_HIGH
     alpha_low: tuple[float, ...] = ALPHA_LOW
 
 
 def sweep(measure: Measure, limit: float, grid: Grid, layers: int | None = None) -> list[Candidate]:
-    """Everything that was measured on the way to the cheapest thresholds that lose at most `limit`.
+    """Searches for the cheapest thresholds that lose at most `limit`, and returns all measured candidates.
 
     Args:
-        layers: compressed layers of the model, to try layers by themselves as well; None does not.
+        measure: function that measures thresholds.
+        limit: highest loss allowed.
+        grid: values to try.
+        layers: number of compressed layers of the model, to also try single layers; None does not.
     """
     found = measure([Thresholds(high, 0.0) for high in grid.alpha_high])
     best = cheapest(found, limit)
@@ -121,7 +125,7 @@ def sweep(measure: Measure, limit: float, grid: Grid, layers: int | None = None)
 
 
 def _by_layer(measure: Measure, limit: float, start: Candidate, grid: Grid, layers: int) -> list[Candidate]:
-    """Goes one step cheaper in as many layers as the limit allows, those first that save most for what they lose."""
+    """Goes one step cheaper in as many layers as the limit allows, those with the most savings per loss first."""
     steps = _steps(start.thresholds, grid)
     moves = [(layer, step) for layer in range(layers) for step in steps]
     found = measure([_moved(start.thresholds, [move], layers) for move in moves])
@@ -132,7 +136,7 @@ def _by_layer(measure: Measure, limit: float, start: Candidate, grid: Grid, laye
             gain = (start.ratio - candidate.ratio) / price
             gains[move[0]] = max(gains.get(move[0], (0.0, move)), (gain, move), key=lambda pair: pair[0])
     order = [move for _, move in sorted(gains.values(), key=lambda pair: -pair[0])]
-    # the longest beginning of the order that stays within the limit, by halving
+    # bisects for the longest prefix of the order that stays within the limit
     least, most = 0, len(order)
     while least < most:
         middle = most if least == 0 and most == len(order) else (least + most + 1) // 2
@@ -146,7 +150,7 @@ def _by_layer(measure: Measure, limit: float, start: Candidate, grid: Grid, laye
 
 
 def _steps(thresholds: Thresholds, grid: Grid) -> list[Thresholds]:
-    """The next cheaper value of either threshold, where there is one."""
+    """Returns the thresholds with the next cheaper value of either one, if any."""
     high, low = thresholds.alpha_high, thresholds.alpha_low
     higher = [replace(thresholds, alpha_high=value) for value in sorted(grid.alpha_high) if value > high][:1]
     lower = [replace(thresholds, alpha_low=value) for value in sorted(grid.alpha_low) if low < value <= high][:1]
@@ -161,5 +165,5 @@ def _moved(start: Thresholds, moves: Sequence[tuple[int, Thresholds]], layers: i
 
 
 def _plain(values: list[float]) -> Threshold:
-    """One number where all layers have the same."""
+    """Returns one number if all layers have the same, else a tuple."""
     return values[0] if len(set(values)) == 1 else tuple(values)

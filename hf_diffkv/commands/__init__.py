@@ -1,7 +1,7 @@
-"""The commands of `hf-diffkv`, one file each: a module of the command's name that holds its `command`.
+"""Commands of `hf-diffkv`, one module each, named like the command and with its `command`.
 
-Those of distributions beside this one are there; without them help and errors say how to install them.
-Nothing here imports PyTorch or Transformers before a command runs, so that help and usage errors come at once.
+Other distributions contain some of the commands; without them help and errors say how to install them. Nothing here
+imports PyTorch or Transformers before a command runs, so that help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import click
 
 from ..extras import beside
 
-# in the order of the help, with what each does in a line
+# one-line descriptions, in the order of the help
 COMMANDS = {
     "generate": "Generate with DiffKV and with a dense cache, and compare.",
     "chat": "Talk with a model, many turns on one cache.",
@@ -27,15 +27,15 @@ COMMANDS = {
     "lm-eval": "lm-evaluation-harness with any of these caches.",
     "env": "Versions and hardware, for a bug report.",
 }
-# of distributions beside this one: where they are, and the extra that brings them
+# commands of other distributions: module, and the extra that installs it
 COMMANDS_BESIDE = {"serve": ("hf_diffkv_serving.command", "serve"), "demo": ("hf_diffkv_demo.command", "demo")}
 
 
 def load(name: str) -> click.Command:
-    """The command called `name`, one of `COMMANDS`.
+    """Imports the command `name`, one of `COMMANDS`.
 
     Raises:
-        click.ClickException: it is in a distribution that is not installed.
+        click.ClickException: the command's distribution is not installed.
     """
     if name not in COMMANDS_BESIDE:
         return importlib.import_module(f".{name.replace('-', '_')}", __name__).command

@@ -1,4 +1,4 @@
-"""`hf-diffkv bench`: time per token and memory of caches, side by side on this machine."""
+"""`hf-diffkv bench`: compares time per token and memory of caches on this machine."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def command(**given: Any) -> None:
 
 
 def _names(options: SimpleNamespace) -> list[str]:
-    """The caches, dense among them. Raises `click.UsageError` for a preset or a ratio that no cache takes."""
+    """Returns the caches, with dense. Raises `click.UsageError` for a preset or a ratio that no cache takes."""
     names = [name.strip() for name in options.caches.split(",") if name.strip()]
     choice = choice_of(options)
     if choice:

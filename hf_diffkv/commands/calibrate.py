@@ -1,4 +1,4 @@
-"""`hf-diffkv calibrate`: measures what a model's heads lose and gives each its bits, or measures thresholds."""
+"""`hf-diffkv calibrate`: measures the loss of a model's heads to choose bits for each, or measures thresholds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command
 from .options import MAX_KL, AtLeast, Numbers, model_option, quiet_option, running_options
 
-# each of them alone asks for thresholds
+# options that select thresholds, each by itself
 OF_THRESHOLDS = (
     *("thresholds", "max_kl", "max_loss", "task", "method"),
     *("alpha_high", "alpha_low", "per_layer", "documents", "seed", "retry"),

@@ -1,4 +1,4 @@
-"""The part of `hf-diffkv calibrate` that measures heads: the precisions that lose least together at a ratio."""
+"""`hf-diffkv calibrate` for heads: measures them and chooses the precisions of least loss at a ratio."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     """Runs the command for heads.
 
     Raises:
-        EvaluationError: something the user can put right; what was measured is kept.
-        Interrupted: the user stopped it; what was measured is kept.
+        EvaluationError: an error that the user can correct; measurements are kept.
+        Interrupted: the user stopped it; measurements are kept.
     """
     from ..calibration.documents import DOCUMENT_LENGTH, documents_for
     from ..calibration.heads import config_for, measure
@@ -58,7 +58,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
 
 
 def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path, kept: Path) -> str:
-    """What came out, beside a model whose heads were not measured, and what to do next."""
+    """Describes the result, compared with an uncalibrated model, and next steps."""
     from ..config.allocation import one_for_all
 
     plain = one_for_all(PRESETS[DEFAULT_PRESET]["high"], calibration)
@@ -86,7 +86,7 @@ def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path,
 
 
 def _given(options: SimpleNamespace) -> list[str]:
-    """Arguments that lead to the same measurements."""
+    """Returns the arguments that reuse the same measurements."""
     values = {name: getattr(options, name) for name in ("model", "output", "text", "length", "dtype", "device")}
     given = {name: value for name, value in values.items() if value is not None and (name, value) != ("dtype", "auto")}
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]

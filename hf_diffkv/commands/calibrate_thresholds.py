@@ -1,4 +1,4 @@
-"""The part of `hf-diffkv calibrate` that measures thresholds: the cheapest ones whose loss is within a limit."""
+"""`hf-diffkv calibrate` for thresholds: measures them and chooses the cheapest ones within a limit of the loss."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     """Runs the command for thresholds.
 
     Raises:
-        EvaluationError: something the user can put right; what was measured is kept.
-        Failure: nothing is good enough.
+        EvaluationError: an error that the user can correct; measurements are kept.
+        Failure: no thresholds are good enough.
     """
     from ..calibration.measuring import Bench
     from ..evaluation.methods import get_method
@@ -34,7 +34,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     _check_method(method, options.method)
     model_config, tokenizer = load_config(options.model)
     task, documents, source = _documents(options, tokenizer, model_config)
-    # with thresholds a method may be another one than without
+    # setting thresholds may change other defaults of the method
     levelled = get_method(Thresholds(options.alpha_high[0], 0.0).method(options.method))
     config = levelled.config_for(model_config)
     _check_length(documents, config.window + config.sinks)
@@ -53,7 +53,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     chosen = cheapest(candidates, limit)
     path = output / CONFIG_NAME
     if chosen is None:
-        # one of an earlier run had another limit
+        # removes the configuration of an earlier run, which had another limit
         path.unlink(missing_ok=True)
         raise Failure(_none(candidates, limit, bench.title))
     config = get_method(chosen.thresholds.method(options.method)).config_for(model_config)
@@ -92,7 +92,7 @@ def _check_method(method: Any, name: str) -> None:
 
 
 def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
-    """Task, documents, and how the written configuration describes them."""
+    """Returns the task, its documents, and their description in the written configuration."""
     from ..calibration.texts import MATH, read_pieces
     from ..evaluation.runner import check_fits, documents_of
     from ..evaluation.tasks import get_task

@@ -1,4 +1,4 @@
-"""`hf-diffkv chat`: a talk with a model, all turns on one cache."""
+"""`hf-diffkv chat`: a conversation with a model, all turns on one cache."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
         try:
             chat_turns(tokenizer, ["one", "two"], options.system)
         except Exception as error:
-            # templates raise what they like, for example where there is no system message
+            # templates raise arbitrary errors, for example without a system message
             raise click.UsageError(
                 f"{options.model} cannot be talked with: {one_line(error)} Use --plain to have lines continued."
             ) from error
@@ -107,7 +107,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
 
 
 def _lines(options: SimpleNamespace) -> Iterator[str]:
-    """What the user enters, line by line."""
+    """Yields the user's input line by line."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -132,18 +132,20 @@ def _lines(options: SimpleNamespace) -> Iterator[str]:
 
 
 class _ChatSession:
-    """One talk on the terminal.
+    """A conversation on the terminal.
 
     Args:
-        limit: tokens the model takes; None where it does not say.
-        sampling: arguments of `generate()`.
+        talk: conversation with a model.
+        options: options of the command.
+        limit: maximum number of tokens of the model; None if unknown.
+        sampling: sampling arguments of `generate()`.
     """
 
     def __init__(self, talk: Talk, options: SimpleNamespace, limit: int | None, sampling: dict[str, Any]) -> None:
         self.talk, self.options, self.limit, self.sampling = talk, options, limit, sampling
 
     def take(self, line: str) -> bool:
-        """Does what `line` asks for; whether the talk goes on."""
+        """Handles a message or command, and returns whether the conversation continues."""
         if not line.strip():
             return True
         if not line.startswith("/"):
@@ -219,7 +221,7 @@ class _ChatSession:
         print(f"Wrote {folder}.", flush=True)
 
     def complain(self, message: str) -> None:
-        """Says what is wrong; without a person to put it right the talk ends."""
+        """Prints an error, or raises `Failure` if stdin is not a terminal."""
         if not sys.stdin.isatty():
             raise Failure(message)
         print(paragraph(message), file=sys.stderr, flush=True)
@@ -227,7 +229,7 @@ class _ChatSession:
 
 @contextmanager
 def _until_interrupted() -> Iterator[Event]:
-    """Within, Ctrl-C in a terminal asks the answer to stop, for the cache must not be left in the middle of a token."""
+    """Makes Ctrl-C in a terminal only set the event within the block, so that a token is always completed."""
     stop = Event()
     if not (sys.stdin.isatty() and to_terminal()):
         yield stop

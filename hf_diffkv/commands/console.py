@@ -1,4 +1,4 @@
-"""How commands show their help, and what they write: progress to stderr, tables that fit the terminal."""
+"""Output of commands: help, progress on stderr, and tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..evaluation.errors import one_line as one_line
 
 WIDEST = 100
 NARROWEST = 20
-# columns from which on there is room for help beside an option
+# least columns for help next to options
 SIDE_BY_SIDE = 60
 
 
 class HelpFormatter(click.HelpFormatter):
-    """Puts help below options where there is no room beside them."""
+    """Help formatter that puts help below options if there is no room next to them."""
 
     def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         super().write_dl(rows, col_max if self.width >= SIDE_BY_SIDE else 4, col_spacing)
@@ -33,30 +33,30 @@ class Context(click.Context):
 
 
 class Command(click.Command):
-    """A command of `hf-diffkv`."""
+    """Base class of the commands of `hf-diffkv`."""
 
     context_class = Context
 
 
 class Failure(click.ClickException):
-    """What was asked cannot be done, or came out badly; ends with exit code 1. Usage errors end with 2."""
+    """A command failed or has a bad result; it ends with exit code 1, while usage errors end with 2."""
 
     exit_code = 1
 
 
 class Interrupted(Failure):
-    """The user stopped it; the message says how to go on."""
+    """The user interrupted a command; the message says how to continue."""
 
     exit_code = 130
 
 
 def width() -> int:
-    """Columns to write in."""
+    """Returns the number of columns of output."""
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((80, 24)).columns))
 
 
 def progress(message: str, quiet: bool = False) -> None:
-    """A line on stderr about what is being done."""
+    """Prints a line of progress on stderr unless `quiet`."""
     if not quiet:
         print(message, file=sys.stderr, flush=True)
 
@@ -68,7 +68,7 @@ class _ToTerminal(logging.Handler):
 
 @contextmanager
 def log_on_terminal(quiet: bool) -> Iterator[None]:
-    """Within, what the library logs goes to stderr, wrapped to the terminal; hints do not if `quiet`."""
+    """Prints the library's log to stderr within the block, wrapped to the terminal, without hints if `quiet`."""
     logger, hints, handler = logging.getLogger("hf_diffkv"), logging.getLogger(HINTS), _ToTerminal(logging.WARNING)
     logger.addHandler(handler)
     hints.disabled = quiet
@@ -80,27 +80,27 @@ def log_on_terminal(quiet: bool) -> Iterator[None]:
 
 
 def to_terminal() -> bool:
-    """Whether a person reads stdout as it comes."""
+    """Returns whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 def colours() -> bool:
-    """Whether stdout may be coloured (https://no-color.org)."""
+    """Returns whether stdout may be coloured (https://no-color.org)."""
     return to_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def paragraph(text: str) -> str:
-    """`text` wrapped to the terminal."""
+    """Wraps `text` to the terminal."""
     return textwrap.fill(" ".join(text.split()), width(), break_on_hyphens=False, break_long_words=False)
 
 
 def entry(name: str, text: str, column: int) -> str:
-    """`text` wrapped to the terminal from `column` on, behind `name`."""
+    """Wraps `text` to the terminal from `column` on, after `name`."""
     return textwrap.fill(text, width(), initial_indent=name.ljust(column), subsequent_indent=" " * column)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; where they do not fit, a heading for each row and a line for each cell."""
+    """Formats aligned columns, or if they do not fit a heading for each row and a line for each cell."""
     lines = [list(header), *map(list, rows)]
     sizes = [max(map(len, column)) for column in zip(*lines)]
     if sum(sizes) + 2 * (len(sizes) - 1) <= width():
@@ -117,7 +117,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def megabytes(count: int | None) -> str:
-    """Bytes for people, in powers of ten."""
+    """Formats bytes for people, in powers of ten."""
     if count is None:
         return "unknown"
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

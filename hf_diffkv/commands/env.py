@@ -1,4 +1,4 @@
-"""`hf-diffkv env`: versions and hardware, all that can matter in a bug report, without loading PyTorch."""
+"""`hf-diffkv env`: versions and hardware for a bug report, without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or
 @click.command("env", cls=Command, help="Print versions, hardware and whether there is native code, for a bug report.")
 @json_option
 def command(as_json: bool) -> None:
-    # needs a moment, which the help of `generate` does not have
+    # imported here, as it would slow down the help of `generate`
     from ..evaluation.environment import cores, gpus, memory, processor
 
     lines = {**versions(), "cpu": processor(), "cores": cores(), "memory": memory()}
@@ -39,7 +39,7 @@ def command(as_json: bool) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the platform, and the packages that matter."""
+    """Returns the versions of Python, the platform and relevant packages."""
     from ..evaluation.environment import installed
 
     found = {"python": platform.python_version(), "platform": platform.platform()}
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def _torch_version() -> str | None:
-    """With the build, such as +cu130, which the wheel's metadata may leave out."""
+    """Returns PyTorch's version with its build, such as +cu130, which the wheel's metadata may lack."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

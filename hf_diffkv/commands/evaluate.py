@@ -1,4 +1,4 @@
-"""`hf-diffkv evaluate`: methods against tasks, as a table and as plots."""
+"""`hf-diffkv evaluate`: measures methods on tasks, with a table and plots."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .console import Command, paragraph, progress
 from .models import position_limit
 from .options import AtLeast, model_option, quiet_option, running_options
 
-# the suite of small tasks
+# suite of small tasks
 OFFLINE_SUITE = "offline"
 DEFAULT_METHODS = "dense,diffkv,diffkv:K8V4,diffkv:K4V2,quanto:4"
 
 
 def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
-    """Prints what there is and ends, as --help does."""
+    """Prints methods and tasks and exits, like --help."""
     if not value or context.resilient_parsing:
         return
     from ..evaluation.methods import METHODS
@@ -105,7 +105,7 @@ def command(**given: Any) -> None:
     try:
         shared = {"retry": options.retry, "quiet": options.quiet}
         run(model, tokenizer, here, prepared, folder, batch_size=options.batch_size, **shared)
-        # another process loads it again
+        # other processes load the model again
         del model
         failed = run_isolated(elsewhere, prepared, folder, model=options.model, device=options.device, **shared)
     finally:
@@ -137,19 +137,19 @@ def _tasks(text: str) -> list[Any]:
 
 
 def _fitting(prepared: list[Any], limit: int | None, quiet: bool) -> list[Any]:
-    """The tasks that a model of `limit` tokens can run, with their documents; says which others it cannot."""
+    """Returns the tasks that a model of `limit` tokens can run, with their documents, and reports the others."""
     from ..evaluation.runner import longest
 
     fitting = [(task, documents) for task, documents in prepared if limit is None or longest(documents) <= limit]
     left = [f"{task.name} ({longest(documents):,})" for task, documents in prepared if (task, documents) not in fitting]
-    # where none fits, the first is refused as if it had been asked for
+    # if none fits, all stay, so that the first one is refused with an error
     if left and fitting:
         progress(f"left out, as the model takes {limit:,} tokens and they need more: {', '.join(left)}", quiet)
     return fitting or prepared
 
 
 def _tell_of_left_out(written: list[Any], shown: list[Any], quiet: bool) -> None:
-    """Says which methods have figures in the folder that are not shown."""
+    """Reports the methods whose figures in the folder are not shown."""
     kept = {id(record) for record in shown}
     left = dict.fromkeys(record.method for record in written if id(record) not in kept)
     if left:

@@ -1,4 +1,4 @@
-"""`hf-diffkv generate`: what a model writes with a DiffKV cache, beside what it writes with a dense one."""
+"""`hf-diffkv generate`: generates with a DiffKV cache and compares with a dense one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ sampling_options = chain(
 
 
 def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
-    """Arguments of `generate()` beside `do_sample`. Raises `click.UsageError` for some without --sample."""
+    """Returns sampling arguments of `generate()` except `do_sample`. Raises `click.UsageError` without --sample."""
     given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     if given and not options.sample:
         raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} is of no effect without --sample.")
@@ -111,7 +111,7 @@ def command(**given: Any) -> None:
 
 
 def _job(options: SimpleNamespace) -> Job:
-    """The DiffKV run, after all that can be checked without loading the weights."""
+    """Makes the job of the DiffKV run, after all checks that do not need the weights."""
     text = read_prompt(options)
     if options.example:
         text = _example(options, text)
@@ -162,7 +162,7 @@ def _job(options: SimpleNamespace) -> Job:
 
 
 def _example(options: SimpleNamespace, text: str | None) -> str:
-    """The document for the model; one that has a chat template gets it as a message."""
+    """Returns the example prompt for the model, as a message if the model has a chat template."""
     if text is not None:
         raise click.UsageError("--example is a prompt; leave the other one out.")
 
@@ -174,7 +174,7 @@ def _example(options: SimpleNamespace, text: str | None) -> str:
 
 
 def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
-    """The DiffKV run, and the dense one if it is wanted."""
+    """Runs the DiffKV job, and the dense one unless --no-compare is given."""
     from ..evaluation import side_by_side as compare
 
     try:
@@ -193,7 +193,7 @@ def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
 
 
 def saved_talk(folder: Path) -> dict[str, Any]:
-    """What `read_talk` gives. Raises `click.UsageError` where the folder has no saved talk."""
+    """Reads a saved conversation (`read_talk`). Raises `click.UsageError` if the folder has none."""
     try:
         return read_talk(folder)
     except EvaluationError as error:
@@ -201,7 +201,7 @@ def saved_talk(folder: Path) -> dict[str, Any]:
 
 
 def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None, before: int) -> None:
-    """Raises `click.UsageError` where `before` tokens, the turns and what is generated are more than `limit`."""
+    """Raises `click.UsageError` if `before` tokens, the turns and the generated tokens exceed `limit`."""
     from ..evaluation.talk import chat_turns
 
     tokenizer = load_tokenizer(options.model)
@@ -210,7 +210,7 @@ def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None,
     except ValueError as error:
         raise click.UsageError(f"--chat cannot be used with {options.model}: {error}") from error
     except Exception as error:
-        # templates raise what they like, for example where there is no system message
+        # templates raise arbitrary errors, for example without a system message
         raise click.UsageError(f"the chat template of {options.model} refuses: {error}") from error
     plain = not options.chat
     counts = [len(tokenizer(text, add_special_tokens=plain and i == 0).input_ids) for i, text in enumerate(texts)]
@@ -227,7 +227,7 @@ def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None,
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # found out now and not when all has been generated
+        # fails now instead of after the generation
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -235,10 +235,10 @@ def _make_folder(folder: Path) -> None:
 
 
 def comparison(compressed: FinishedRun, dense: FinishedRun | None = None) -> str:
-    """What a DiffKV run cost; beside a dense one, if there is one, and how far the texts differ."""
+    """Formats the figures of a DiffKV run, compared with a dense run if there is one."""
     runs = [compressed] if dense is None else [dense, compressed]
     whole = compressed.dense_bytes if dense is None else dense.cache_bytes
-    # a dense cache is nothing but payload
+    # a dense cache is all payload
     payloads = [run.cache_bytes if run is dense else run.payload_bytes for run in runs]
     rows = [
         ("cache, real bytes", *(megabytes(run.cache_bytes) for run in runs), _share(compressed.cache_bytes, whole)),
@@ -257,7 +257,7 @@ def comparison(compressed: FinishedRun, dense: FinishedRun | None = None) -> str
 
 
 def same_tokens(compressed: FinishedRun, dense: FinishedRun) -> int | None:
-    """How many tokens both wrote before they differ; None where they never do."""
+    """Returns the number of equal tokens before the first difference; None if there is no difference."""
     from ..evaluation.comparison import Agreement
 
     found = Agreement.of(compressed.generated, dense.generated)
@@ -265,8 +265,8 @@ def same_tokens(compressed: FinishedRun, dense: FinishedRun) -> int | None:
 
 
 def word_difference(old: str, new: str) -> tuple[float, str]:
-    """Share of words that two texts have in common, and `new` with what differs marked: [-old-]{+new+}."""
-    # words, and what is between them
+    """Returns the share of common words, and `new` with the differences marked: [-old-]{+new+}."""
+    # words and the spaces between them
     before, after = (re.findall(r"\s+|[^\s]+", text) for text in (old, new))
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     parts = []
@@ -282,7 +282,7 @@ def word_difference(old: str, new: str) -> tuple[float, str]:
 
 
 def figures(job: Any, runs: list[FinishedRun], versions: dict[str, str]) -> dict[str, Any]:
-    """Everything about a comparison, ready for JSON."""
+    """Returns all figures of a comparison, ready for JSON."""
     compressed, *dense = runs
     found = {
         "text": compressed.text,

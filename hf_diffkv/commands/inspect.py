@@ -1,4 +1,4 @@
-"""`hf-diffkv inspect`: which layers are compressed, and what is kept of a prompt."""
+"""`hf-diffkv inspect`: shows the compressed layers, and how the tokens of a prompt are stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..cache.diffkv_cache import DiffKVCache
 
 WORDS_SHOWN = 12
-# of the 256 colours
+# indices among the terminal's 256 colours
 WHITE, BLACK = 231, 16
 
 
@@ -58,7 +58,7 @@ def command(**given: Any) -> None:
     model_config = supported_config(options.model)
     from ..planning import without_weights
 
-    # with a prompt, the weights themselves tell
+    # with a prompt, the loaded model is used instead
     shape, model = without_weights(model_config) if text is None else None, None
     if text is None:
         config = config_for(choice, model_config if shape is None else shape)
@@ -82,7 +82,7 @@ def command(**given: Any) -> None:
 
 
 def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[str, Any]:
-    """Kinds of layers and what a token of one KV head takes in the compressed ones."""
+    """Returns the kinds of layers, and bytes per token and KV head in the compressed ones."""
     from ..cache.diffkv_cache import DiffKVCache
     from ..planning import ModelShape
 
@@ -100,7 +100,7 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
 
 
 def _pages(config: Any, layers: list[Any], element_bytes: int, limit: int | None) -> list[dict[str, Any]]:
-    """What a token of one KV head takes at each level of each kind of pages, and how many heads have that level."""
+    """Returns, for each kind of page and level, the bytes per token and KV head, and the number of heads."""
     from ..config.head_groups import head_groups
     from ..pages import PageLayout
 
@@ -115,7 +115,7 @@ def _pages(config: Any, layers: list[Any], element_bytes: int, limit: int | None
         )
         for name, precision, tier in (("high", of_layer.high, layout.high), ("low", of_layer.low, layout.low)):
             count = sum(precision in found for found in group.precisions(layer.num_key_value_heads))
-            # with one precision for both levels all tokens are high
+            # if both levels have the same precision, all tokens are high
             if not count or (name == "low" and of_layer.high == of_layer.low):
                 continue
             sizes = {"token_bytes": tier.token_bytes, "tokens_per_page": tier.capacity}
@@ -145,7 +145,7 @@ def _layer_text(found: dict[str, Any]) -> str:
 
 
 def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[list[int], list[str]]:
-    """Ids of the tokens and their text."""
+    """Returns token ids and the text of each token."""
     from ..plot.coloured_text import pieces_of_text
 
     ids, pieces = pieces_of_text(load_tokenizer(options.model), text)
@@ -173,7 +173,7 @@ def _run(options: SimpleNamespace, model: Any, config: Any, ids: list[int]) -> D
 
 
 def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
-    """Memory, and how many heads have each token at each level."""
+    """Returns memory, and for each token the number of heads at each level."""
     import dataclasses
 
     from ..cache.report import level_counts, levels_of_request
@@ -207,15 +207,15 @@ def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
 
 
 def taken(tokens: int, memory: Any) -> str:
-    """What so many tokens take."""
+    """Describes the memory of `tokens` tokens, compared with a dense cache."""
     held, whole = memory.bytes, memory.dense_bytes
     return f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
 
 
 def level_table(memory: Any) -> str:
-    """Share of each level in the tokens of every compressed layer, over its heads, and the heads' precisions.
+    """Formats, for every compressed layer, the share of tokens at each level over its heads, and their precisions.
 
-    Where no head chooses among its tokens, they are either stored or in the window.
+    If no head chooses levels, tokens are either stored or in the window.
     """
     from ..cache.wording import chosen_heads
 
@@ -239,13 +239,13 @@ def _coloured(tokens: list[dict[str, Any]]) -> str:
 
 
 def _in_colour(text: str, level: str) -> str:
-    """Line by line, as terminals fill the rest of a line that ends in a colour."""
+    """Colours each line separately, as terminals fill the rest of a line that ends in a colour."""
     look = {"bg": TERMINAL[level], "fg": WHITE if ink_on(LEVELS[level]) == PAPER else BLACK}
     return "\n".join(click.style(line, **look) if line else "" for line in text.split("\n"))
 
 
 def _extremes(tokens: list[dict[str, Any]]) -> str:
-    """Which tokens most and fewest heads keep high."""
+    """Lists the tokens that most and fewest heads keep high."""
     judged = [token for token in tokens if not token["window"]]
     if not judged:
         return "All tokens are in the window."

@@ -1,4 +1,4 @@
-"""`hf-diffkv lm-eval`: lm-evaluation-harness with one more model, `hf-diffkv`."""
+"""`hf-diffkv lm-eval`: runs lm-evaluation-harness with the additional model `hf-diffkv`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLLOWS = "What follows is the harness's own help."
 MISSING = "The harness is not installed, so its own help is missing here: {}"
 
 
-# all arguments, options too, are the harness's
+# all arguments, including options, go to the harness
 @click.command(
     "lm-eval",
     cls=Command,
@@ -41,7 +41,7 @@ def command(arguments: tuple[str, ...]) -> None:
         if not there:
             return
     else:
-        # takes seconds, and says what to install where there is no harness
+        # imported here, as it takes seconds; raises an error with the install command if there is no harness
         from ..evaluation.lm_eval import register
 
         register()

@@ -1,4 +1,4 @@
-"""What a command asks of a model before it starts: that it exists, is supported, and takes so many tokens."""
+"""Checks of a model before a command starts: that it exists, is supported, and takes enough tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .console import one_line
 
 
 def supported_config(name: str) -> Any:
-    """The configuration of a model that DiffKV works with.
+    """Loads the configuration of a model and checks that DiffKV works with it.
 
     Raises:
-        click.UsageError: it cannot be loaded, or DiffKV does not work with it.
+        click.UsageError: the configuration cannot be loaded, or DiffKV does not work with the model.
     """
     from transformers import AutoConfig
 
@@ -32,15 +32,15 @@ def supported_config(name: str) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The model's tokenizer. Raises `click.UsageError` where it cannot be loaded."""
+    """Loads the model's tokenizer. Raises `click.UsageError` if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     return loaded(AutoTokenizer, name)
 
 
 def loaded(factory: Any, name: str) -> Any:
-    """`factory.from_pretrained` of what `name` stands for. Raises `click.UsageError` where it fails."""
-    # the error says it all
+    """Calls `factory.from_pretrained` for the model `name`. Raises `click.UsageError` if it fails."""
+    # hides warnings, as the error says enough
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         return factory.from_pretrained(resolve_model(name))
@@ -49,12 +49,12 @@ def loaded(factory: Any, name: str) -> Any:
 
 
 def position_limit(config: Any) -> int | None:
-    """How many tokens the model takes; None where its configuration does not say."""
+    """Returns the maximum number of tokens of the model, or None if its configuration does not say."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def usable_device(given: str | None) -> str:
-    """The device to run on. Raises `click.UsageError` where it cannot be used."""
+    """Returns the device to run on. Raises `click.UsageError` if it cannot be used."""
     import torch
 
     if given is None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their values mean."""
+"""Options that several commands share, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
-# characters of a model's name in that of a folder
+# maximum number of characters of a model's name in a folder's name
 LONGEST_NAME = 80
-# nats to the dense cache that a configuration may lose, where nothing is said
+# default limit of the mean KL to the dense cache, in nats
 MAX_KL = 0.01
 OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
-# what `DiffKVConfig.for_model` calls --ratio
+# argument of `DiffKVConfig.for_model` for --ratio
 RATIO = "target_ratio"
-# what a lossless configuration leaves open
+# fields that a lossless configuration leaves open
 LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
-# what a preset chooses
+# fields that a preset chooses
 PRESET_FIELDS = {"alpha_high", "alpha_low", "high", "low"}
 
 
 class Parsed(click.ParamType):
-    """What `parse` makes of a text; the message of its `ValueError` is what the user reads."""
+    """Parameter type that parses a text by `parse`, whose `ValueError` is shown to the user."""
 
     parse: Callable[[str], Any]
 
@@ -49,7 +49,7 @@ class Parsed(click.ParamType):
 
 
 class Bytes(Parsed):
-    """A size as of `bytes_in`, such as 24GB."""
+    """Size for `bytes_in`, such as 24GB."""
 
     name = "SIZE"
     parse = staticmethod(bytes_in)
@@ -69,7 +69,7 @@ class PrecisionType(Parsed):
 
 
 class Preset(Parsed):
-    """The name of a preset."""
+    """Name of a preset."""
 
     name = "NAME"
 
@@ -79,7 +79,7 @@ class Preset(Parsed):
 
 
 class Ratio(Parsed):
-    """A share above 0 and at most 1."""
+    """Share above 0 and at most 1."""
 
     name = "X"
 
@@ -106,7 +106,7 @@ class Numbers(Parsed):
 
 
 class AtLeast(click.IntRange):
-    """An integer of at least `least`, refused in plain words."""
+    """Integer of at least `least`, with plain error messages."""
 
     def __init__(self, least: int = 1) -> None:
         super().__init__(min=least)
@@ -125,7 +125,7 @@ class AtLeast(click.IntRange):
 
 
 def chain(*decorators: Callable) -> Callable:
-    """Several options as one decorator, in the order of the help."""
+    """Combines several options into one decorator, in the order of the help."""
 
     def decorate(function: Callable) -> Callable:
         for decorator in reversed(decorators):
@@ -136,7 +136,7 @@ def chain(*decorators: Callable) -> Callable:
 
 
 def model_option(**attributes: Any) -> Callable:
-    """`--model`, as it is given; `resolve_model` says what `from_pretrained` takes for it."""
+    """Makes the option `--model`. Its value is unchanged; `resolve_model` gives the argument for `from_pretrained`."""
     return click.option(
         "--model",
         metavar="M",
@@ -148,7 +148,7 @@ def model_option(**attributes: Any) -> Callable:
 
 
 def known_model(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """A callback for what names a model. Raises `click.BadParameter` for a misspelt short name."""
+    """Checks, as a callback, the name of a model. Raises `click.BadParameter` for a misspelt short name."""
     try:
         if value is not None:
             resolve_model(value)
@@ -174,7 +174,7 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout."
 )
 
-# a name or a number for what a token takes
+# bytes of a token, by name or number
 preset_options = chain(
     click.option(
         "--preset",
@@ -190,7 +190,7 @@ preset_options = chain(
     ),
 )
 
-# what a token takes
+# format of stored tokens
 format_options = chain(
     preset_options,
     click.option("--high", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of important tokens."),
@@ -202,7 +202,7 @@ format_options = chain(
     click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),
 )
 
-# what is kept of which token
+# levels of tokens
 level_options = chain(
     click.option(
         "--alpha-high", metavar="X", type=float, help="Tokens of at least X times the average significance are high."
@@ -223,7 +223,7 @@ config_options = chain(
 )
 
 
-# a text: as argument, by --prompt, or by --prompt-file
+# a text as argument, by --prompt, or by --prompt-file
 prompt_options = chain(
     click.argument("text", metavar="[PROMPT]", required=False),
     click.option("--prompt", metavar="TEXT", help="The same as PROMPT; - reads it from stdin."),
@@ -232,10 +232,10 @@ prompt_options = chain(
 
 
 def read_prompt(options: SimpleNamespace) -> str | None:
-    """The text of `prompt_options`; None where none is given.
+    """Returns the text of `prompt_options`, or None if there is none.
 
     Raises:
-        click.UsageError: more than one, or one that cannot be read.
+        click.UsageError: several texts are given, or the text cannot be read.
     """
     given = [value for value in (options.text, options.prompt, options.prompt_file) if value is not None]
     if len(given) > 1:
@@ -248,10 +248,10 @@ def read_prompt(options: SimpleNamespace) -> str | None:
 
 
 def read_file(name: str) -> str:
-    """The text of a file, or of stdin where `name` is `-`, less one newline at its end.
+    """Returns the text of a file, or of stdin if `name` is `-`, without one newline at its end.
 
     Raises:
-        click.UsageError: it cannot be read.
+        click.UsageError: the file cannot be read.
     """
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
@@ -262,15 +262,15 @@ def read_file(name: str) -> str:
         raise click.UsageError(f"{'stdin' if name == STDIN else name} is not UTF-8 text.") from error
 
 
-# a configuration, or fields, of which one may be a preset's name, on top of what suits a model
+# a configuration, or fields, possibly with a preset, that override the configuration that suits a model
 ConfigChoice = Union[DiffKVConfig, dict[str, Any]]
 
 
 def choice_of(options: SimpleNamespace) -> ConfigChoice:
-    """What `config_options` ask for, before anything of `options.model` is read.
+    """Returns the configuration or fields of `config_options`, without reading `options.model`.
 
     Raises:
-        click.UsageError: values that do not go together, or a saved configuration that cannot be read.
+        click.UsageError: values contradict each other, or a saved configuration cannot be read.
     """
     fields = {name: getattr(options, name, None) for name in OPTION_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -290,7 +290,7 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
         if bases == ["--config"]:
             saved = DiffKVConfig.from_pretrained(options.config)
             return DiffKVConfig.from_dict({**saved.to_dict(), **fields})
-        # values that contradict each other, with the thresholds of models that have published ones
+        # raises for contradicting values, with the published thresholds of some models
         DiffKVConfig(**{**(published(resolve_model(options.model)) or {}), **fields})
     except (ValueError, OSError) as error:
         raise click.UsageError(one_line(error)) from error
@@ -300,10 +300,10 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
 
 
 def config_for(choice: ConfigChoice, model: Any) -> DiffKVConfig:
-    """The configuration for a loaded model, or for a model's configuration, which does not tell measured heads.
+    """Returns the configuration for a loaded model, or for a model's configuration, without measured heads then.
 
     Raises:
-        click.UsageError: values that do not go together, or a file beside the model that cannot be read.
+        click.UsageError: values contradict each other, or a file saved with the model cannot be read.
     """
     try:
         return choice if isinstance(choice, DiffKVConfig) else DiffKVConfig.for_model(model, **choice)
@@ -312,10 +312,10 @@ def config_for(choice: ConfigChoice, model: Any) -> DiffKVConfig:
 
 
 def config_before(choice: ConfigChoice, model_config: Any) -> DiffKVConfig:
-    """The configuration as far as it can be told before weights are loaded: which ratios can be had depends on them.
+    """Returns the configuration as far as it is known without the weights, which decide the possible ratios.
 
     Raises:
-        click.UsageError: as `config_for`, or no model with such heads can have the ratio.
+        click.UsageError: raised by `config_for`, or no model with such heads can have the ratio.
     """
     if isinstance(choice, DiffKVConfig) or RATIO not in choice:
         return config_for(choice, model_config)
@@ -334,15 +334,17 @@ def config_before(choice: ConfigChoice, model_config: Any) -> DiffKVConfig:
 
 
 def fields_of(choice: ConfigChoice) -> dict[str, Any]:
-    """The same as plain values, for `DiffKVCache` in another process."""
+    """Returns the choice as plain values, for `DiffKVCache` in another process."""
     return choice.to_dict() if isinstance(choice, DiffKVConfig) else choice
 
 
 def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
-    """What a configuration that was chosen without the weights may lack; empty where it lacks nothing.
+    """Returns a note on what a configuration chosen without weights may lack, or an empty text.
 
     Args:
-        model: on the meta device; None where it could not be made.
+        choice: configuration or fields.
+        model_config: configuration of the model.
+        model: model on the meta device; None if it could not be made.
     """
     if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
         return ""
@@ -362,15 +364,16 @@ def _leave_out(spoiling: set[str], why: str) -> None:
 
 
 def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
-    """`--output`; without it a folder in the user's cache that is the model's, for these weights and this dtype.
+    """Returns `--output`, or a folder in the user's cache for the model with its weights and dtype.
 
     Args:
-        model: as it was loaded.
-        kind: of what is written; a folder of its own.
+        options: options of the command.
+        model: loaded model.
+        kind: kind of run, which has a separate folder.
     """
     if options.output is not None:
         return options.output
-    # the end of a long path tells most
+    # the end of a long path is the most specific
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.model)[-LONGEST_NAME:].strip("-.")
     dtype = str(model.dtype).removeprefix("torch.")
     return user_folder() / "runs" / kind / f"{name}-{dtype}-{model_digest(model)}"

@@ -1,4 +1,4 @@
-"""`hf-diffkv plan`: the longest context and the largest batch that fit, and what heads are predicted to lose."""
+"""`hf-diffkv plan`: computes the longest context and largest batch that fit, and the predicted loss of heads."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def command(**given: Any) -> None:
     context = options.context or min(DEFAULT_CONTEXT, shape.limit or DEFAULT_CONTEXT)
     if shape.limit is not None and context > shape.limit:
         raise click.UsageError(f"--context {context} is above the model's max_position_embeddings of {shape.limit}.")
-    # heads that were measured are known by the weights' files
+    # measured heads are recognised by the weight files
     model = without_weights(model_config)
     config = config_for(choice, model_config if model is None else model)
     own = (config.calibration or {}).get("ratio")
@@ -132,7 +132,7 @@ def command(**given: Any) -> None:
 
 
 def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[str, Callable[[int], int]]:
-    """Bytes of one request by the number of its tokens, for each cache."""
+    """Returns, for each cache, a function from the number of tokens to the bytes of one request."""
     from ..planning import FP8_BYTES
 
     dense = str(shape.dtype).removeprefix("torch.")
@@ -140,7 +140,7 @@ def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[s
         f"dense, {dense}": shape.dense_bytes,
         "dense, fp8": lambda tokens: shape.dense_bytes(tokens, FP8_BYTES),
     }
-    # where no token is chosen, all that is stored is at the high level
+    # if levels do not depend on significance, all stored tokens are high
     for share in dict.fromkeys(sorted(shares, reverse=True)) if config.selects else (1.0,):
         name = config.low.name if share == 0 else config.high.name if share == 1 else f"{share:.0%} {config.high.name}"
         if config.head_precisions is not None:
@@ -196,7 +196,7 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None) -> str:
-    """A table of losses over bytes, where the line of the configuration's own ratio is marked."""
+    """Formats a table of losses over bytes, with a mark at the configuration's own ratio."""
     from ..config.allocation import SENSITIVITY
 
     rows = [
@@ -217,7 +217,7 @@ def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None
 
 
 def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name: str, quiet: bool) -> None:
-    """Writes a picture of losses over bytes of the model called `name`.
+    """Writes a plot of losses over bytes for the model `name`.
 
     Raises:
         click.UsageError: heads were not measured.

@@ -1,4 +1,4 @@
-"""`hf-diffkv verify`: whether DiffKV is right, and good enough, for a model on a text."""
+"""`hf-diffkv verify`: checks that DiffKV is correct, and good enough, for a model on a text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .options import (
 )
 
 VERIFIED_LENGTH, VERIFIED_CONTINUED = 1024, 128
-# from the cheapest to the most careful, tried where the configuration loses too much
+# precisions from the cheapest to the most careful, tried if the configuration loses too much
 GENTLER = ("K8V4", "K8V8")
 
 
@@ -73,7 +73,7 @@ def command(**given: Any) -> None:
 
 
 def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], str, bool]:
-    """What was measured, the verdict, and whether all is well."""
+    """Measures the caches, and returns the outcomes, the verdict, and whether the result is good."""
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)
     config = config_before(choice, model_config)

@@ -1,4 +1,4 @@
-"""What a user can choose: `DiffKVConfig`, its precisions, its file, and configurations by name."""
+"""Configuration: `DiffKVConfig`, its precisions and files, and presets."""
 
 from ..precision import Precision
 from .diffkv_config import DiffKVConfig, Threshold, ThresholdLike

@@ -1,9 +1,9 @@
-"""A precision for each KV head, so that a model loses least at given bytes, and what it is predicted to lose then.
+"""Allocates a precision to each KV head for the least predicted loss within given bytes.
 
-What heads lose is taken as additive. Heads of a layer share at most two precisions, a pair. For each layer and number
-of bytes the best choice is found, then the best sum over layers by dynamic programming: nothing better exists at these
-bytes. Where a model would have more pairs than wanted, the one is given up whose loss is the least, again and again;
-then one for another while that helps.
+Losses of heads are assumed to add up. Heads of a layer share at most two precisions, a pair. The best choice for each
+layer and number of bytes is found first, then the best sum over layers by dynamic programming, which is optimal. If a
+model would have more pairs than allowed, pairs are dropped one by one, each time the one that costs least. Then single
+pairs are exchanged while that helps.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .checks import as_ratio
 from .presets import token_bytes
 from .sensitivity import Sensitivity
 
-# docs/calibration.md has what others give
+# docs/calibration.md compares it with others
 HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 # each pair is a store of its own
 MOST_PAIRS = 6
 # keys of a configuration's calibration
 SENSITIVITY, TARGET_RATIO = "sensitivity", "target_ratio"
-# choices of pairs that are tried in turn, of all that differ by one
+# number of neighbouring choices of pairs that are tried in turn
 TRIALS = 10
-# precisions of a layer, as their places in the ladder: two, or one
+# the one or two precisions of a layer, as positions in the ladder
 Kind = frozenset[int]
-# what a layer loses, and the places of its heads
+# loss of a layer, and ladder positions of its heads
 LayerChoice = tuple[float, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Precisions for the heads of a model.
+    """Precisions of a model's heads.
 
     Attributes:
-        precisions: for each compressed layer and KV head.
-        ratio: bytes of a stored token over those in the model's dtype, all layers and heads together.
+        precisions: one precision for each compressed layer and KV head.
+        ratio: bytes of a stored token over its bytes in the model's dtype, over all layers and heads.
         loss: predicted mean KL to the dense cache, in nats.
     """
 
@@ -53,7 +53,7 @@ class Allocation:
 
     @property
     def pairs(self) -> int:
-        """How many pairs there are; a layer of one precision belongs to a pair that has it."""
+        """Number of different pairs; a layer with one precision belongs to a pair that contains it."""
         return len(_stores({frozenset(layer) for layer in self.precisions}))
 
 
@@ -63,16 +63,18 @@ def allocate(
     ladder: Sequence[Precision | str] = HEAD_LADDER,
     most_pairs: int | None = MOST_PAIRS,
 ) -> Allocation:
-    """The precisions of least predicted loss.
+    """Allocates the precisions of least predicted loss.
 
     Args:
-        target_ratio: bytes of a stored token over its bytes in the model's dtype, at most; windows come on top.
+        sensitivity: measured loss of the heads.
+        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
+            included.
         ladder: precisions to choose from.
-        most_pairs: different pairs in the model; None is as many as there are.
+        most_pairs: highest number of different pairs in the model; None is unlimited.
 
     Raises:
-        ValueError: a ratio that the smallest precision does not reach, or precisions that were not measured or do not
-            fit the heads.
+        ValueError: the smallest precision does not reach the ratio, or precisions were not measured or do not fit the
+            heads.
     """
     if most_pairs is not None and most_pairs < 1:
         raise ValueError(f"most_pairs={most_pairs} must be at least 1.")
@@ -92,11 +94,13 @@ def check_ratio(
     element_bytes: int,
     ladder: Sequence[Precision | str] = HEAD_LADDER,
 ) -> None:
-    """Raises `ValueError` for what is no ratio, or one that the smallest precision of `ladder` does not reach.
+    """Raises `ValueError` for an invalid ratio, or one that the smallest precision of `ladder` does not reach.
 
     Args:
-        shapes: KV heads, key_dim and value_dim of layers.
-        element_bytes: of the model's dtype.
+        target_ratio: ratio to check.
+        shapes: number of KV heads, key_dim and value_dim of each layer.
+        element_bytes: bytes of an element of the model's dtype.
+        ladder: precisions to choose from.
     """
     as_ratio("target_ratio", target_ratio)
     precisions = [as_precision("ladder", each) for each in ladder]
@@ -110,7 +114,7 @@ def check_ratio(
 
 
 def ratio_of(precision: Precision | str, calibration: Mapping[str, Any]) -> float:
-    """Bytes of a stored token over those in the model's dtype where all heads have one precision."""
+    """Returns bytes of a stored token over its bytes in the model's dtype if all heads have one precision."""
     values = calibration[SENSITIVITY]
     return _ratio(as_precision("precision", precision), values["shapes"], values["element_bytes"])
 
@@ -121,13 +125,14 @@ def _ratio(precision: Precision, shapes: Sequence[Sequence[int]], element_bytes:
 
 
 def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of a configuration for another ratio, and its calibration.
+    """Returns the fields of a configuration for a ratio, and its calibration.
 
     Args:
-        calibration: one that has what heads lose, as `hf-diffkv calibrate` writes it.
+        calibration: calibration with the measured loss of heads, as `hf-diffkv calibrate` writes it.
+        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype.
 
     Raises:
-        ValueError: a calibration without, or as `allocate`.
+        ValueError: the calibration has no such measurements, or the ratio cannot be met (`allocate`).
     """
     if calibration is None or SENSITIVITY not in calibration:
         raise ValueError(
@@ -141,18 +146,19 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
 
 @lru_cache(maxsize=16)
 def _allocated(sensitivity: str, target_ratio: float) -> Allocation:
-    """`allocate` for what heads lose, as JSON: every cache of a model asks for the same."""
+    """Caches `allocate` by the sensitivity as JSON, as every cache of a model needs the same allocation."""
     return allocate(Sensitivity.from_dict(json.loads(sensitivity)), target_ratio)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Predicted mean KL of following tokens to the dense cache's, in nats.
+    """Predicted mean KL of the following tokens to the dense cache's, in nats.
 
     Attributes:
-        ratio: bytes of a stored token over those in the model's dtype, all compressed layers together, at most.
-        each_head: with the precision for each head that `allocate` chooses.
-        precision, one_for_all: of the ladder, the one of these bytes, and the loss where all heads have it.
+        ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, over all compressed layers.
+        each_head: loss with the precision that `allocate` chooses for each head.
+        precision: name of the precision that has exactly this ratio if all heads have it, or None.
+        one_for_all: loss with this precision for all heads, or None.
     """
 
     ratio: float
@@ -162,14 +168,14 @@ class Loss:
 
 
 def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> tuple[Loss, ...]:
-    """Losses by rising bytes, at the ratios of the ladder's precisions; empty where heads were not measured.
+    """Returns losses by rising bytes, at the ratios of the ladder's precisions; empty if heads were not measured.
 
     Args:
-        calibration: of a configuration.
-        ratios: further ones.
+        calibration: calibration of a configuration.
+        ratios: further ratios.
 
     Raises:
-        ValueError: a ratio that the smallest precision does not reach.
+        ValueError: the smallest precision does not reach a ratio.
     """
     if SENSITIVITY not in calibration:
         return ()
@@ -185,13 +191,14 @@ def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> 
 
 
 def one_for_all(precision: Precision | str, calibration: Mapping[str, Any]) -> Loss:
-    """Bytes and loss where all heads have one precision, beside the best choice within these bytes.
+    """Returns bytes and loss with one precision for all heads, and the loss of the best choice within these bytes.
 
     Args:
-        calibration: one that has what heads lose.
+        precision: precision of all heads.
+        calibration: calibration with the measured loss of heads.
 
     Raises:
-        ValueError: bits that were not measured.
+        ValueError: the bits were not measured.
     """
     sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
     chosen, ratio = as_precision("precision", precision), ratio_of(precision, calibration)
@@ -205,8 +212,13 @@ def _uniform_loss(sensitivity: Sensitivity, precision: Precision) -> float:
 
 @dataclass(frozen=True)
 class _Solution:
-    """A choice: the ladder's places for each layer and head, what it loses (infinite: nothing fits), and what one byte
-    less would lose beside that."""
+    """A choice of precisions.
+
+    Attributes:
+        places: ladder positions by layer and head.
+        loss: predicted loss; infinite if nothing fits.
+        price: additional loss for one byte less.
+    """
 
     places: tuple[tuple[int, ...], ...]
     loss: float
@@ -217,7 +229,7 @@ class _Solution:
 
 
 def _stores(kinds: set[frozenset]) -> set[frozenset]:
-    """Kinds that no other one has all of."""
+    """Returns the kinds that are not a subset of another kind."""
     return {kind for kind in kinds if not any(kind < other for other in kinds)}
 
 
@@ -239,7 +251,7 @@ def _with_fewer(problem: _Problem, budget: int, found: _Solution, most: int) -> 
 
 
 def _neighbours(problem: _Problem, stores: set[Kind], most: int) -> Iterator[set[Kind]]:
-    """Kinds that differ from those of `stores` by one pair, another one in its place or one more."""
+    """Yields sets of kinds that differ from `stores` by one pair, exchanged or added."""
     for other in problem.kinds() - stores:
         given_up = [{kind} for kind in stores] + [set()] * (len(stores) < most)
         for old in given_up:
@@ -259,12 +271,12 @@ class _Problem:
             np.array([[sensitivity.loss(layer, head, p) for p in ladder] for head in range(heads)])
             for layer, heads in enumerate(self.heads)
         ]
-        # the place of fewest bytes where all heads have it
+        # position of the precision with the fewest bytes over all heads
         taken = [sum(h * sizes[place] for h, sizes in zip(self.heads, self.bytes)) for place in range(len(ladder))]
         self.least = taken.index(min(taken))
 
     def kinds(self) -> set[Kind]:
-        """All pairs and all single precisions."""
+        """Returns all pairs and all single precisions."""
         places = range(len(self.ladder))
         return {frozenset(kind) for count in (1, 2) for kind in combinations(places, count)}
 
@@ -274,7 +286,7 @@ class _Problem:
         return Allocation(precisions, taken / self.dense_bytes, float(solution.loss))
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
-        """The least loss within `budget` bytes of a token, where layers may have the precisions of `kinds`."""
+        """Minimises the loss within `budget` bytes of a token, with each layer's precisions from one of `kinds`."""
         options: list[dict[int, LayerChoice]] = [{} for _ in self.heads]
         for best, choices in zip(options, self._options):
             for kind in kinds:
@@ -289,7 +301,7 @@ class _Problem:
         return _knapsack(options, least, unit, room // unit)
 
     def promising(self, choices: Iterable[set[Kind]], price: float) -> list[set[Kind]]:
-        """The `TRIALS` of them that lose least where bytes have a price and no limit."""
+        """Returns the `TRIALS` choices of least loss if bytes have a price instead of a limit."""
 
         def paid(options: dict[int, LayerChoice]) -> float:
             return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)
@@ -297,7 +309,7 @@ class _Problem:
         least = {kind: np.array([paid(options[kind]) for options in self._options]) for kind in self.kinds()}
 
         def order(kinds: set[Kind]) -> tuple[float, list[list[int]]]:
-            # the places tell apart what loses the same, in an order that does not depend on hashes
+            # positions break ties, in an order that does not depend on hashes
             lost = np.min([least[kind] for kind in kinds], axis=0)
             return float(lost.sum()), sorted(sorted(kind) for kind in kinds)
 
@@ -305,7 +317,7 @@ class _Problem:
 
     @cached_property
     def _options(self) -> list[dict[Kind, dict[int, LayerChoice]]]:
-        """For each layer and kind the best places of its heads by bytes, with their loss."""
+        """Best positions of the heads with their loss, by layer, kind and bytes."""
         return [{kind: self._best(layer, kind) for kind in self.kinds()} for layer in range(len(self.heads))]
 
     def _best(self, layer: int, kind: Kind) -> dict[int, LayerChoice]:
@@ -314,7 +326,7 @@ class _Problem:
             (place,) = kind
             return {heads * sizes[place]: (float(losses[:, place].sum()), (place,) * heads)}
         low, high = sorted(kind, key=lambda place: sizes[place])
-        # heads that gain most come first
+        # heads with the largest gain first
         order = np.argsort(losses[:, high] - losses[:, low], kind="stable")
         found: dict[int, LayerChoice] = {}
         for count in range(1, heads):
@@ -328,11 +340,13 @@ class _Problem:
 
 
 def _knapsack(options: list[dict[int, LayerChoice]], least: list[int], unit: int, room: int) -> _Solution:
-    """One option of each layer, of least loss.
+    """Chooses one option per layer for the least total loss.
 
     Args:
-        options: bytes -> (loss, places).
-        least: bytes of each layer's smallest one, `room` units of `unit` bytes above the sum of which may be taken.
+        options: loss and positions by bytes, for each layer.
+        least: bytes of each layer's smallest option.
+        unit: bytes of a unit.
+        room: units that may be taken in addition to the sum of `least`.
     """
     best = np.zeros(room + 1)
     taken = []

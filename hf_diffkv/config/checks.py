@@ -1,4 +1,4 @@
-"""What becomes of the values that a configuration is given, and why some are refused."""
+"""Converts and checks the values of a configuration's fields."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 HeadPrecisions = tuple[Union[tuple[Union[Precision, None], ...], None], ...]
 UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
-# a smaller number without a unit is a unit forgotten
+# a smaller number without a unit is taken for a forgotten unit
 LEAST_WITHOUT_UNIT = 1_000_000
 
 
 class Options(dict):
-    """Options by name, which stay as they are."""
+    """Immutable options by name."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -66,7 +66,7 @@ def as_head_precisions(value: Any) -> HeadPrecisions | None:
             raise ValueError(f"head_precisions[{index}]={layer!r} must list the precision of each KV head, or be None.")
         name = f"head_precisions[{index}]"
         found = None if layer is None else tuple(None if one is None else as_precision(name, one) for one in layer)
-        # a layer of whose heads none has a precision is as one that is None
+        # a layer without any precision is equivalent to None
         layers.append(found if found is None or any(found) else None)
         names = sorted({precision.full_name for precision in layers[-1] or () if precision is not None})
         if len(names) > 2:
@@ -75,12 +75,12 @@ def as_head_precisions(value: Any) -> HeadPrecisions | None:
 
 
 def splits(layer: Sequence[Any] | None) -> bool:
-    """Whether an entry of `head_precisions` names the precision of some heads and leaves others to thresholds."""
+    """Returns whether an entry of `head_precisions` gives some heads a precision and leaves others to thresholds."""
     return layer is not None and None in layer and any(precision is not None for precision in layer)
 
 
 def paired(low: Any, high: Any) -> list[tuple[float, float]] | None:
-    """All pairs of two `Threshold`s that meet in some layer and head; None where their shapes do not fit."""
+    """Returns the pairs of two `Threshold`s for the same layer and head; None if their shapes do not match."""
     if not isinstance(low, tuple) and not isinstance(high, tuple):
         return [(low, high)]
     if isinstance(low, tuple) and isinstance(high, tuple) and len(low) != len(high):
@@ -104,7 +104,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_bytes(name: str, value: Any) -> int:
-    """Bytes, from a number of them or a text for `bytes_in`. Raises `ValueError` for anything else."""
+    """Converts a number of bytes, or a text for `bytes_in`. Raises `ValueError` for anything else."""
     if not isinstance(value, str):
         return as_count(name, value)
     try:
@@ -114,7 +114,7 @@ def as_bytes(name: str, value: Any) -> int:
 
 
 def bytes_in(text: str) -> int:
-    """How many bytes a text such as 24GB, 512MiB or 1000000 says. Raises `ValueError`, which begins with the text."""
+    """Parses a size such as 24GB, 512MiB or 1000000 to bytes. Raises `ValueError`, which begins with the text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     if match is None or match[2].lower() not in {"", *units}:
@@ -138,7 +138,7 @@ def checked_options(policy: Any, options: Any) -> Options:
         raise ValueError(f"policy={policy!r} must be the name of a policy.")
     if not isinstance(options, Mapping):
         raise ValueError(f"policy_options={options!r} must be a dictionary of options by name.")
-    # policies compute with PyTorch, which importing this module must not load
+    # imported here, as policies need PyTorch, which importing this module must not load
     from ..policy import make_policy
 
     made = make_policy(policy, options)

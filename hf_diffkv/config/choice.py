@@ -1,4 +1,4 @@
-"""Which configuration a model gets where its user names at most a preset or a ratio."""
+"""Chooses a model's configuration if the user gives at most a preset or a ratio."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Choice = tuple[dict[str, Any], dict[str, Any] | None]
 def choose(
     model: Any, model_config: Any, preset: str | None, target_ratio: float | None, given: Collection[str]
 ) -> Choice:
-    """Fields for a model.
+    """Chooses the fields of a model's configuration.
 
     Args:
-        model: a loaded model, whose heads may have been measured; else as `model_config`.
-        model_config: its configuration, or its name or folder.
-        preset: name of one; with measured heads it is a ratio. target_ratio: as of `DiffKVConfig.for_model`.
-        given: fields that somebody chooses.
+        model: loaded model, whose heads may have been measured; else the same as `model_config`.
+        model_config: the model's configuration, name or folder.
+        preset: name of a preset, which stands for a ratio if heads were measured.
+        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, or None.
+        given: names of the fields that the user sets.
 
     Raises:
-        ValueError: no such preset, both a preset and a ratio, or a ratio that cannot be met.
+        ValueError: the preset does not exist, a preset and a ratio are both given, or the ratio cannot be met.
     """
     if preset is not None and target_ratio is not None:
         raise ValueError(f"preset={preset!r} and target_ratio={target_ratio} are two answers; leave one out.")
@@ -40,7 +41,7 @@ def choose(
         return saved
     ratio = RATIOS[preset or DEFAULT_PRESET] if target_ratio is None else as_ratio("target_ratio", target_ratio)
     calibration = _measured(model, saved)
-    # beyond what all heads take at the most bits of the ladder, one precision for all has more
+    # above the ratio of the ladder's highest precision, one precision for all heads can use more bits
     if calibration is not None and ratio <= ratio_of(HEAD_LADDER[-1], calibration):
         fields, calibration = fields_for(calibration, ratio)
         return {**MEASURED_FIELDS, **fields}, calibration
@@ -63,7 +64,7 @@ def _saved(model: Any) -> Choice | None:
 
 
 def _measured(model: Any, saved: Choice | None) -> dict[str, Any] | None:
-    """A calibration with what the model's heads lose."""
+    """Returns a calibration with the measured loss of the model's heads, or None."""
     if saved is not None and saved[1] is not None and SENSITIVITY in saved[1]:
         return saved[1]
     measured = found.measured_of(model)

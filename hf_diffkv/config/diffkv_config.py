@@ -1,4 +1,4 @@
-"""What a user can choose: precisions, thresholds, window. No tensors, no Transformers models."""
+"""`DiffKVConfig`: precisions, thresholds, window. Uses no tensors and no Transformers models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .checks import (
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, preset_named
 
 METADATA_BITS = (16, 32)
-# attributes that are no fields; the second holds the names of the given fields from `__new__` to `__post_init__`
+# attributes that are not fields; the second holds the names of the given fields from `__new__` to `__post_init__`
 _CALIBRATION_ATTRIBUTE = "_calibration"
 _GIVEN_ATTRIBUTE = "_given"
 
@@ -38,53 +38,53 @@ ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class DiffKVConfig:
-    """Every choice of a `DiffKVCache` (algorithm: DiffKV, SOSP 2025, sections 4 and 5).
+    """Configuration of a `DiffKVCache` (algorithm: DiffKV, SOSP 2025, sections 4 and 5).
 
-    A token whose mean received attention is at least `alpha_high / N` (N: tokens seen) is kept at `high`, from
-    `alpha_low / N` on at `low`, below that it is pruned.
+    With N tokens seen, a token whose mean received attention is at least `alpha_high / N` is stored at `high`. From
+    `alpha_low / N` on it is stored at `low`, and below that it is pruned.
 
-    Levels are chosen by giving any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy` and
-    `policy_options`. If none is given, the defaults are those of the preset "balanced", which `DiffKVCache(model)`
-    takes too: K5V4 for all tokens, `window` 32, `adaptive_rounding`, `metadata_bits` 16. If one is given, the other
-    fields have the defaults of the signature: two levels, K8V4 and K4V2, and a `window` of 64.
-    `paper` makes the paper's configuration.
+    The defaults depend on whether any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy` and
+    `policy_options` is given. If none is, they are those of the preset "balanced", which `DiffKVCache(model)` takes
+    too: K5V4 for all tokens, `window` 32, `adaptive_rounding`, `metadata_bits` 16. If one is, they are those of the
+    signature: two levels, K8V4 and K4V2, and a `window` of 64. `paper` makes the paper's configuration.
 
     Args:
-        high: precision of important tokens: a `Precision`, or its name, for example "K8V4".
-        low: precision of less important tokens; may not need more bytes than `high`.
+        high: precision of tokens of high significance: a `Precision` or its name, for example "K8V4".
+        low: precision of tokens of low significance, which may not need more bits than `high`.
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
-        head_precisions: for each compressed layer the precision of each KV head, which all tokens of it have, of two
-            precisions in a layer at most; None for a head, or a whole layer, that `high`, `low` and thresholds are for.
-            None instead of all this is such layers only. `with_ratio` chooses it.
-        window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
-        sinks: first tokens of each request kept likewise, beside the window, and never pruned.
+        head_precisions: for each compressed layer the precision of each KV head, which all its tokens have, with at
+            most two precisions per layer. An entry None, for a head or a layer, applies `high`, `low` and thresholds
+            there. None applies them in every layer. `with_ratio` chooses this field.
+        window: number of newest tokens of each request kept uncompressed in the model's dtype; at least 1.
+        sinks: number of first tokens of each request that are also kept uncompressed and never pruned.
         policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
-            are for `"diffkv"` only.
-        policy_options: options of that policy, by name.
-        observation_window: number of a prompt's last queries that significance is taken from; None takes all. Nothing
-            is taken where no token is chosen by it (`selects`).
-        rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
-            large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
-        center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
-            softcap are not centred.
-        adaptive_rounding: keys of up to 6 bits are rounded so that logits change least, instead of each element to the
-            nearest (`ops/rounding`): those that a forward of several tokens stores for its queries, generated ones for
-            the model's where these were measured. Costs no memory.
-        metadata_bits: bits of the scale and zero point of a quantisation group, of the significance and of the position
-            of a stored token: 32 each, or 16, with scales of 5 bits of mantissa and sums that are rounded at random.
-            Tokens have neither significance nor position where none is chosen by it (`selects`).
-        page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
+            apply to `"diffkv"` only.
+        policy_options: options of the policy by name.
+        observation_window: number of a prompt's last queries that add to significance; None takes all. It is unused if
+            no level depends on significance (`selects`).
+        rotate: whether keys and values are stored rotated by a Hadamard matrix with random signs. This spreads large
+            channels over all, so that fewer bits suffice. It costs no memory, and two small products per layer and
+            step.
+        center: whether the mean key of a request and KV head is subtracted from its stored keys. Layers with attention
+            sinks or a softcap are not centred.
+        adaptive_rounding: whether keys of up to 6 bits are rounded for the least change of logits instead of to the
+            nearest code (`ops/rounding`). Keys of a forward of several tokens are rounded for its queries, generated
+            keys for the model's measured query moments, if there are any. It costs no memory.
+        metadata_bits: 32 or 16: bits each of a quantisation group's scale and zero point, and of a stored token's
+            significance and position. With 16, scales have 5 bits of mantissa and significance is rounded randomly.
+            Tokens have neither significance nor position if no level depends on significance (`selects`).
+        page_bytes: maximum size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device, as a number or a size such as "3GB"; None is unlimited.
-        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
-            `compile_config` has the forward compiled beforehand.
+        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. With a
+            `compile_config` of `generate()` the forward is compiled first.
 
     Raises:
-        ValueError: a value outside its range, thresholds out of order, or a field that there is none of. The message
+        ValueError: a value is outside its range, thresholds are out of order, or a field does not exist. The message
             names the argument.
     """
 
-    # defaults beside chosen levels; without these the default preset's replace them (`__post_init__`)
+    # defaults if levels are given; else those of the default preset replace them (`__post_init__`)
     high: Precision = Precision(8, 4)
     low: Precision = Precision(4, 2)
     alpha_high: Threshold = 1.0
@@ -104,7 +104,7 @@ class DiffKVConfig:
     cuda_graphs: bool = True
 
     if TYPE_CHECKING:
-        # what is taken; the fields above have the types it becomes
+        # types that are accepted; the fields above have the types after conversion
         def __init__(
             self,
             high: Precision | str = ...,
@@ -128,10 +128,10 @@ class DiffKVConfig:
     else:
 
         def __new__(cls, *args, **kwargs):
-            # names the field that may have been meant, as the constructor does not
+            # suggests the field that may have been meant, which the dataclass's constructor does not
             cls._check_names(kwargs)
             made = super().__new__(cls)
-            # a given value may equal the default, so names are kept; copies and pickles give none
+            # names are kept, as a given value may equal the default; copying and unpickling give none
             if args or kwargs:
                 names = [field.name for field in dataclasses.fields(cls)]
                 vars(made)[_GIVEN_ATTRIBUTE] = {*names[: len(args)], *kwargs}
@@ -170,17 +170,17 @@ class DiffKVConfig:
 
     @property
     def is_split(self) -> bool:
-        """Whether in some layer heads that have a precision stand beside others whose tokens thresholds level."""
+        """Whether some layer has heads with a fixed precision and heads with thresholds."""
         return any(splits(layer) for layer in self.head_precisions or ())
 
     @property
     def selects(self) -> bool:
-        """Whether what becomes of a token depends on its significance.
+        """Whether a token's level depends on its significance.
 
-        False where all tokens of a head end at one precision whatever they receive: the policy is "diffkv", nothing is
-        pruned (`alpha_low` is 0 everywhere, no `max_bytes`), and `alpha_high` is 0 or infinite everywhere or both
-        precisions are the same, or `head_precisions` has all layers. Such layers keep neither sums nor positions of
-        stored tokens, and do no work for them, also beside others of the same cache (`of_layer`).
+        False if all tokens of a head get one precision whatever attention they receive. Then the policy is "diffkv"
+        and `max_bytes` is None. Besides, either `head_precisions` covers all layers and heads; or `alpha_low` is 0
+        everywhere, and `alpha_high` is 0 or infinite everywhere or both precisions are equal. Such layers store neither
+        significance nor positions and do no work for them, even if other layers of the cache do (`of_layer`).
         """
         if self.policy != "diffkv" or self.max_bytes is not None:
             return True
@@ -190,7 +190,7 @@ class DiffKVConfig:
         return any(low > 0 or (0 < high < math.inf and self.high != self.low) for low, high in pairs or ())
 
     def check_layers(self, count: int) -> None:
-        """Raises `ValueError` where thresholds or precisions are given for another number of compressed layers."""
+        """Raises `ValueError` if thresholds or precisions are given for another number of compressed layers."""
         for name in ("alpha_high", "alpha_low", "head_precisions"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != count:
@@ -201,11 +201,11 @@ class DiffKVConfig:
                 )
 
     def of_layer(self, index: int) -> DiffKVConfig:
-        """What holds for one compressed layer, whose heads are one group (`head_groups`).
+        """Returns the configuration of one compressed layer, whose heads form one group (`head_groups`).
 
         Returns:
-            A configuration without `head_precisions`, with thresholds that are one number or one per KV head. Where
-            heads have precisions, thresholds are 0 for those at `high` and infinite for those at `low`.
+            A configuration without `head_precisions`, with thresholds as one number or one per KV head. If heads have
+            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`.
         """
         chosen = None if self.head_precisions is None else self.head_precisions[index]
         if chosen is None:
@@ -219,7 +219,7 @@ class DiffKVConfig:
         return dataclasses.replace(self, head_precisions=None, **fields)
 
     def _pair(self, chosen: tuple[Precision, ...]) -> tuple[Precision, Precision]:
-        """Low and high precision of a layer; one whose heads are alike joins the first pair that has theirs."""
+        """Returns low and high precision of a layer; a layer with one precision joins the first pair with it."""
         layers = ({p for p in layer if p is not None} for layer in self.head_precisions or () if layer is not None)
         pairs = [layer for layer in layers if len(layer) == 2]
         mine = {*chosen}
@@ -241,26 +241,26 @@ class DiffKVConfig:
 
     @classmethod
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
-        """A configuration that stores everything as it is in the model's dtype and prunes nothing."""
+        """Makes a configuration that stores all tokens exactly in the model's dtype and prunes none."""
         full = Precision(16, 16)
         return cls.paper(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
 
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
-        """What the paper describes, without what was added to it: no sinks, keys and values as the model has them."""
+        """Makes the paper's configuration, without later additions: no sinks, rotation or centring."""
         cls._check_names(kwargs)
         return cls(**{**SAFE, "rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
     def preset(cls, name: str, **kwargs: Any) -> DiffKVConfig:
-        """A measured choice between memory and quality (docs/quality.md has the figures of each).
+        """Makes the configuration of a preset, a measured trade-off of memory and quality (docs/quality.md).
 
         Args:
-            name: "quality", "balanced" or "small", from the most memory to the least.
-            **kwargs: fields that override the choice.
+            name: "quality", "balanced" or "small", from most to least memory.
+            **kwargs: fields that override the preset.
 
         Raises:
-            ValueError: another name.
+            ValueError: the preset or a field does not exist.
         """
         cls._check_names(kwargs)
         return cls(**{**preset_named(name), **kwargs})
@@ -274,23 +274,25 @@ class DiffKVConfig:
         target_ratio: float | None = None,
         **kwargs: Any,
     ) -> DiffKVConfig:
-        """What suits a model: the configuration that is saved beside its files; a precision for each head where these
-        were measured; the published settings of a model of the papers; else `preset("balanced")`.
+        """Chooses the configuration that suits a model.
 
-        What heads lose is found by the weights of a loaded model, in the user's cache folder or among what ships
-        (docs/calibration.md). Where `kwargs` choose levels (precisions, thresholds, a policy), the rest is the
-        paper's: two levels and thresholds that never prune.
+        In this order, it is the configuration saved with the model's files, a precision for each head if heads were
+        measured, the published settings for models of the papers, or `preset("balanced")`.
+
+        Measurements of heads are found by the weights of a loaded model, in the user's cache folder or among the
+        shipped ones (docs/calibration.md). If `kwargs` set levels (precisions, thresholds, a policy), other fields are
+        the paper's: two levels and thresholds that never prune.
 
         Args:
             model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
-            preset: another one; with measured heads it is a ratio.
-            target_ratio: instead, bytes of a stored token over its bytes in the model's dtype, at most: the best
-                precision for each measured head, else the best one for all (`presets.LADDER`); needs the model or its
-                configuration.
+            preset: name of a preset to use instead; with measured heads it stands for a ratio.
+            target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, instead of a
+                preset. It chooses the best precision for each measured head, else the best one for all heads
+                (`presets.LADDER`), and needs the model or its configuration.
             **kwargs: fields that override the choice.
 
         Raises:
-            ValueError: `model` is something else, no such preset, or a `target_ratio` that cannot be met.
+            ValueError: `model` is none of these, the preset does not exist, or `target_ratio` cannot be met.
         """
         from .choice import choose
 
@@ -299,15 +301,17 @@ class DiffKVConfig:
         return with_calibration(cls(**{**chosen, **kwargs}), calibration)
 
     def with_ratio(self, target_ratio: float) -> DiffKVConfig:
-        """The same with the `head_precisions` of least predicted loss within a ratio; nothing is measured.
+        """Returns a copy with the `head_precisions` of least predicted loss within a ratio, without measuring.
 
-        They follow from what `hf-diffkv calibrate --ratio` measured of each head, which `calibration` holds.
+        They follow from the losses that `hf-diffkv calibrate --ratio` measured for each head and that `calibration`
+        holds.
 
         Args:
-            target_ratio: bytes of a stored token over its bytes in the model's dtype, at most; windows come on top.
+            target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
+                included.
 
         Raises:
-            ValueError: a configuration without these measurements, or a ratio that cannot be met.
+            ValueError: the configuration has no such measurements, or the ratio cannot be met.
         """
         from .allocation import fields_for
 
@@ -316,19 +320,18 @@ class DiffKVConfig:
 
     @property
     def calibration(self) -> dict[str, Any] | None:
-        """What `hf-diffkv calibrate` chose it by (docs/calibration.md), where it was read from such a file; else None.
+        """Measurements by which `hf-diffkv calibrate` chose the configuration (docs/calibration.md), or None.
 
-        No field: it takes no part in comparisons, and a changed copy does not have it.
+        It is not a field: comparisons ignore it, and a changed copy does not have it.
         """
         return vars(self).get(_CALIBRATION_ATTRIBUTE)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
-        """Builds a config from plain values; unknown keys raise `ValueError`.
+        """Builds a configuration from plain values. Raises `ValueError` for unknown keys.
 
-        Keys that are missing have their defaults. Only where `values` is what `to_dict` of a release wrote that knew
-        fewer fields, these fields are what that release did: `rotate` and `center` False, `sinks` 0, `metadata_bits`
-        32.
+        Missing keys get their defaults. But if `values` comes from `to_dict` of an earlier release with fewer fields,
+        the missing ones get that release's behaviour: `rotate` and `center` False, `sinks` 0, `metadata_bits` 32.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"values is a {type(values).__name__}; it must be a dict of DiffKVConfig's fields.")
@@ -349,7 +352,7 @@ class DiffKVConfig:
             raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON; without `head_precisions` where there are none, which earlier releases read."""
+        """Returns plain values for JSON, without an empty `head_precisions`, so that earlier releases can read them."""
         values = dataclasses.asdict(self)
         layers = values.pop("head_precisions")
         if layers is not None:
@@ -373,15 +376,17 @@ class DiffKVConfig:
     def save_pretrained(
         self, save_directory: str | os.PathLike, *, push_to_hub: bool = False, repo_id: str | None = None, **kwargs: Any
     ) -> None:
-        """Writes `diffkv_config.json` into `save_directory` (made if missing).
+        """Writes `diffkv_config.json` into `save_directory`, which is made if missing.
 
         Args:
-            push_to_hub: whether to upload it as well, with the folder's `diffkv_queries.safetensors` if it has one.
-            repo_id: where to; the folder's name without.
-            **kwargs: of `push_to_hub`.
+            save_directory: folder to write to.
+            push_to_hub: whether to also upload it, with the folder's `diffkv_queries.safetensors` if there is one.
+            repo_id: repository to upload to; None takes the folder's name.
+            **kwargs: keyword arguments of `push_to_hub`.
 
         Raises:
-            OSError: the folder cannot be written, or what `push_to_hub` raises.
+            OSError: the folder cannot be written, or `push_to_hub` failed.
+            ValueError: `save_directory` is not a folder, or there are `kwargs` without `push_to_hub=True`.
         """
         if kwargs and not push_to_hub:
             raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
@@ -394,32 +399,32 @@ class DiffKVConfig:
             config_files.push(text, repo_id or folder.resolve().name, queries=beside, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads `diffkv_config.json` to a repository of the Hub, made if missing.
+        """Uploads `diffkv_config.json` to a repository of the Hub, which is made if missing.
 
         Args:
-            repo_id: "owner/name"; beside a model's own files is a good place.
+            repo_id: "owner/name"; the repository of the model's files is a good place.
             **kwargs: revision, token, private, create_pr, commit_message, as in Transformers.
 
         Returns:
             The Hub's `CommitInfo`.
 
         Raises:
-            OSError: the Hub cannot be reached or refuses; the message says what to do.
+            OSError: the Hub cannot be reached or refuses; the message gives a remedy.
         """
         return config_files.push(config_files.to_text(self.to_dict(), self.calibration), repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
-        """Reads what `save_pretrained` or `push_to_hub` wrote.
+        """Reads a configuration that `save_pretrained` or `push_to_hub` wrote.
 
         Args:
-            name: a folder, or "owner/name" of a repository of the Hub.
-            **kwargs: for the Hub: revision, token, cache_dir, local_files_only, as in Transformers.
+            name: folder, or "owner/name" of a repository of the Hub.
+            **kwargs: options for the Hub: revision, token, cache_dir, local_files_only, as in Transformers.
 
         Raises:
-            FileNotFoundError: there is no such file, folder or repository.
-            OSError: the repository may not be read or the Hub not be reached.
-            ValueError: the file is no configuration.
+            FileNotFoundError: the file, folder or repository does not exist.
+            OSError: the repository may not be read, or the Hub cannot be reached.
+            ValueError: the file is not a configuration.
         """
         path = config_files.find(name, **kwargs)
         try:
@@ -430,11 +435,11 @@ class DiffKVConfig:
 
 
 def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -> DiffKVConfig:
-    """`config`, fresh from its constructor, with what it was chosen by."""
+    """Sets the calibration of a newly made `config` and returns it."""
     object.__setattr__(config, _CALIBRATION_ATTRIBUTE, calibration)
     return config
 
 
 def configuration_of(model: Any) -> Any:
-    """The `PretrainedConfig` of a Transformers model; anything else, a configuration above all, as it is."""
+    """Returns the `PretrainedConfig` of a Transformers model, and other objects, such as configurations, unchanged."""
     return model if hasattr(model, "get_text_config") else getattr(model, "config", model)

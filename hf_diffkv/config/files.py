@@ -1,4 +1,4 @@
-"""Where configurations are kept: `diffkv_config.json` in a folder or in a repository of the Hub."""
+"""Files of configurations: `diffkv_config.json` in a folder or in a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from .presets import close_preset
 
 CONFIG_NAME = "diffkv_config.json"
-# beside it: moments of the model's queries (store/query_moments.py)
+# moments of the model's queries in the same folder (store/query_moments.py)
 QUERIES_NAME = "diffkv_queries.safetensors"
-# key of what a configuration was chosen by
+# key of the measurements by which a configuration was chosen
 CALIBRATION = "calibration"
-# what `to_dict` of every release wrote, all of it
+# fields that `to_dict` of every release wrote
 FIRST_FIELDS = {
     *("high", "low", "alpha_high", "alpha_low", "window", "policy", "observation_window", "compaction_interval"),
     *("page_bytes", "max_bytes"),
 }
-# fields that some releases did not know, and what these did; others have defaults that change nothing
+# fields that early releases did not have, and their behaviour; other new fields have defaults that change nothing
 ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32}
 
 
-# fields that were removed: the value that changed nothing, and the remedy for any other
+# removed fields: the value that changed nothing, and the remedy for any other value
 REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
     "compaction_interval": (1, "every step compacts"),
     "pin": (None, "sinks=N keeps the first N tokens as they are"),
@@ -33,13 +33,13 @@ REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
 
 
 def to_text(fields: dict[str, Any], calibration: dict[str, Any] | None) -> str:
-    """What the file holds: the fields, and the calibration where there was one."""
+    """Returns the text of a configuration file: the fields, and the calibration if there is one."""
     values = fields if calibration is None else {**fields, CALIBRATION: calibration}
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
 def from_text(text: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Fields and calibration of what `to_text` gave. Raises `ValueError` for another text."""
+    """Parses a text of `to_text` to fields and calibration. Raises `ValueError` for another text."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("a DiffKV config must be a JSON object.")
@@ -48,10 +48,10 @@ def from_text(text: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of today for what `to_dict` of any release gave.
+    """Converts the fields that `to_dict` of any release gave to those of this release.
 
-    Fields that the release did not know get the values that it worked with. Removed ones are dropped where they changed
-    nothing; others stay and are refused later (`removed_field`).
+    Fields that the other release did not have get the values of its behaviour. Removed fields are dropped if they
+    changed nothing; others stay and are refused later (`removed_field`).
     """
     if set(values) >= FIRST_FIELDS:
         values = {**ADDED_FIELDS, **values}
@@ -59,7 +59,7 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def removed_field(names: Collection[str]) -> str | None:
-    """Returns the complaint about the first removed field among `names`; None where there is none."""
+    """Returns the complaint about the first removed field among `names`, or None."""
     name = next((name for name in sorted(names) if name in REMOVED_FIELDS), None)
     return None if name is None else f"{name} was removed: {REMOVED_FIELDS[name][1]}; leave {name} out."
 
@@ -69,7 +69,7 @@ def _changes_nothing(name: str, value: Any) -> bool:
 
 
 def new_folder(save_directory: str | os.PathLike) -> Path:
-    """A folder to save into, made if missing. Raises `ValueError` for what cannot be one."""
+    """Returns a folder to save into, which is made if missing. Raises `ValueError` if it cannot be a folder."""
     if not isinstance(save_directory, (str, os.PathLike)):
         raise ValueError(f"save_directory={save_directory!r} must be the path of a folder.")
     folder = Path(save_directory)
@@ -87,10 +87,11 @@ def find(
     cache_dir: str | os.PathLike | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """The file of a folder, or of a repository of the Hub, downloaded unless it is in the Hub's cache.
+    """Finds the configuration file of a folder, or of a repository of the Hub, and downloads it if not cached.
 
     Raises:
-        FileNotFoundError: the folder or the repository has no such file, there is neither, or a preset was meant.
+        FileNotFoundError: the folder or repository does not exist or has no such file; the message says so if the name
+            looks like a preset.
         OSError: the repository may not be read, or the Hub cannot be reached and the file is not in its cache.
     """
     folder = Path(name)
@@ -146,18 +147,19 @@ def push(
     create_pr: bool = False,
     commit_message: str = f"Upload {CONFIG_NAME}",
 ) -> Any:
-    """Uploads a configuration to a repository of the Hub, made if missing, in one commit.
+    """Uploads a configuration in one commit to a repository of the Hub, which is made if missing.
 
     Args:
-        text: of the configuration's file.
-        queries: the file with the moments of the model's queries, which goes with it; None for none.
+        text: text of the configuration's file.
+        repo_id: "owner/name" of the repository.
+        queries: file with the moments of the model's queries to upload with it, or None.
 
     Returns:
         The Hub's `CommitInfo`.
 
     Raises:
         OSError: the Hub cannot be reached or refuses.
-        ValueError: `repo_id` is no id.
+        ValueError: `repo_id` is not the id of a repository.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, errors
 
@@ -179,14 +181,14 @@ def push(
         raise OSError(f"no token to write {repo_id} with; log in with `hf auth login`, or give token=.") from error
     except errors.HfHubHTTPError as error:
         raise _hub_error(error, repo_id, revision, "write") from error
-    # HTTPError is that of the HTTP client which the Hub's library uses
+    # HTTPError belongs to the HTTP client that the Hub's library uses
     except (errors.OfflineModeIsEnabled, errors.HTTPError) as error:
         reason = " ".join(str(error).split())
         raise OSError(f"cannot reach the Hub to write {repo_id} ({reason}); connect, or save to a folder.") from error
 
 
 def _hub_error(error: Any, repo: str, revision: str | None, doing: str) -> OSError:
-    """One line for what the Hub answered."""
+    """Converts an answer of the Hub to an error with a one-line message."""
     from huggingface_hub import errors
 
     status = getattr(error.response, "status_code", None)

@@ -1,8 +1,8 @@
-"""What is known of a model without being told: a configuration beside its files, what its heads lose, its queries.
+"""Looks up what is known of a model: a configuration saved with its files, losses of its heads, moments of its queries.
 
-Looked for in this order: `diffkv_config.json` in the folder or the repository of the Hub that the model came from;
-then what `hf-diffkv calibrate` left in the user's cache folder, and what ships, for these very weights; then for a
-model with the same mark, or nearly the same (`heads/mark.py`). The moments of queries are a file beside each of these.
+The order is: `diffkv_config.json` in the folder or repository of the Hub that the model was loaded from; measurements
+of exactly these weights, from `hf-diffkv calibrate` in the user's cache folder or shipped; measurements of a model with
+the same or nearly the same mark (`heads/mark.py`). Moments of queries are a file next to each of these.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..heads.recognition import identity_of, known_of_the_hub, loaded_from, mark
 from . import files
 from .sensitivity import Sensitivity
 
-# a folder for measurements; `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv without it
+# names the folder of measurements; without it `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv is used
 FOLDER_VARIABLE = "HF_DIFFKV_CACHE"
 SHIPPED = Path(__file__).parent / "measured"
-# files of what heads lose, and of the moments of queries
+# suffixes of files with losses of heads, and with moments of queries
 TABLE, MOMENTS = ".json", ".safetensors"
 
-# what would be better, as opposed to what is wrong
+# logger for suggestions, as opposed to warnings
 HINTS = "hf_diffkv.hints"
 
 _logger = logging.getLogger(HINTS)
@@ -34,7 +34,7 @@ _told: set[Any] = set()
 
 
 def user_folder() -> Path:
-    """Where measurements are kept for all that the user runs."""
+    """Returns the user's folder of measurements."""
     given = os.environ.get(FOLDER_VARIABLE)
     if given:
         return Path(given)
@@ -51,27 +51,30 @@ def keep(measured: Sensitivity) -> Path:
 
 
 def measured_of(model: Any) -> Sensitivity | None:
-    """What the heads of a model, or of its nearest relative, lose; None where nobody measured them.
+    """Returns the measured loss of the heads of a model, or of its nearest relative, or None.
 
-    A relative is named in the log, once.
+    The log names a relative once.
 
     Args:
-        model: a loaded one; or one without data, on the meta device, whose weights are in a folder of this machine.
+        model: loaded model, or model on the meta device whose weight files are on this machine.
     """
     found = _lookup(model, TABLE)
     return None if found is None else Sensitivity.load(found)
 
 
 def weights_known(model: Any) -> bool:
-    """Whether it can be told which weights a model has or will have."""
+    """Returns whether a model's weights, loaded or in files, can be identified."""
     identity = identity_of(model)
     return identity.digest is not None or identity.mark is not None
 
 
 def beside(model: Any) -> Path | None:
-    """The configuration that is saved with a model's files: a loaded model, its configuration, or a folder's name.
+    """Returns the path of the configuration saved with a model's files, or None.
 
-    A repository of the Hub is asked once, for the commit that is in the Hub's cache; no answer counts as none.
+    A repository of the Hub is asked once, for the commit in the Hub's cache. No answer counts as no configuration.
+
+    Args:
+        model: loaded model, its configuration, or the name of a folder or repository.
     """
     name = _name_of(model)
     if not name:
@@ -83,10 +86,13 @@ def beside(model: Any) -> Path | None:
 
 
 def queries_of(model: Any) -> Path | None:
-    """The file with the moments of a model's queries (store/query_moments.py), of a loaded model or a configuration.
+    """Returns the file with the moments of a model's queries (store/query_moments.py), or None.
 
-    The file beside the model's configuration comes first, whatever the weights; then the one for these very weights;
-    then those of the model, or its relative, whose measurements `measured_of` takes.
+    The file next to the model's configuration comes first, whatever the weights; then the file for exactly these
+    weights; then the file of the model or relative whose measurements `measured_of` takes.
+
+    Args:
+        model: loaded model, or its configuration.
     """
     config = beside(model)
     if config is not None:
@@ -106,12 +112,12 @@ def queries_of(model: Any) -> Path | None:
 
 
 def queries_path(digest: str) -> Path:
-    """Where the moments of the queries of a model with these weights are kept for the user."""
+    """Returns the path in the user's folder for the query moments of a model with these weights."""
     return user_folder() / f"{digest}{MOMENTS}"
 
 
 def tell_of_calibration(model: Any) -> None:
-    """Says once for each model whose weights are known that measuring its heads would save memory."""
+    """Suggests once, for each model whose weights can be identified, to measure its heads to save memory."""
     if weights_known(model):
         _tell(
             model,
@@ -121,7 +127,7 @@ def tell_of_calibration(model: Any) -> None:
 
 
 def tell_of_queries(model: Any) -> None:
-    """Says once for each loaded model with measured heads that measuring its queries would lose less."""
+    """Suggests once, for each loaded model, to measure its queries to lose less."""
     _tell(
         model,
         "the queries of %s have not been measured, so generated keys are rounded to the nearest code: run `hf-diffkv "
@@ -148,7 +154,7 @@ def _tell_of_relative(model: Any, path: Path) -> None:
 
 
 def _lookup(model: Any, suffix: str) -> Path | None:
-    """The file of measurements for a model or its nearest relative."""
+    """Returns the file of measurements of a model or its nearest relative, or None."""
     found = _by_digest(model, suffix)
     mark = identity_of(model).mark
     if found is not None or mark is None:
@@ -163,7 +169,7 @@ def _lookup(model: Any, suffix: str) -> Path | None:
 
 
 def _by_digest(model: Any, suffix: str) -> Path | None:
-    """The file of measurements for these very weights."""
+    """Returns the file of measurements of exactly these weights, or None."""
     digest = identity_of(model).digest
     if digest is None:
         return None
@@ -174,12 +180,12 @@ def _by_digest(model: Any, suffix: str) -> Path | None:
 
 @cache
 def _shipped() -> dict[str, Path]:
-    """What ships, by the digest of the weights."""
+    """Returns the shipped files by digest of the weights."""
     return {json.loads(path.read_text())["model_digest"]: path for path in sorted(SHIPPED.glob(f"*{TABLE}"))}
 
 
 def _name_of(model: Any) -> str | os.PathLike:
-    """What a loaded model or its configuration came from; a name or folder as it is."""
+    """Returns the name or folder that a loaded model or its configuration came from, and names unchanged."""
     if isinstance(model, (str, os.PathLike)):
         return model
     return getattr(getattr(model, "config", model), "name_or_path", "")
@@ -205,7 +211,7 @@ def _on_the_hub(repo: str) -> Path | None:
     commit = Path(known).parent.name
     try:
         here = try_to_load_from_cache(repo, files.CONFIG_NAME, revision=commit)
-        # a string, a mark that it is not there, or None where nobody has asked
+        # a string, a marker that the file does not exist, or None if nobody has asked
         return Path(here) if isinstance(here, str) else None if here else files.find(repo, revision=commit)
     except OSError:
         return None

@@ -1,7 +1,7 @@
-"""KV heads of a layer that are held alike: those that have a precision each, or those whose tokens thresholds level.
+"""Head groups: the KV heads of a layer with a fixed precision each, or those with thresholds.
 
-A layer is one group, but for one of which `head_precisions` names the precision of some heads and leaves others to
-thresholds: it is two, and what holds tokens takes each of them for a layer.
+A layer is usually one group. If `head_precisions` fixes the precision of only some heads, it is two groups, and stores
+treat each of them as a layer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .diffkv_config import DiffKVConfig
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Some KV heads of a layer, or all.
+    """Some or all KV heads of a layer.
 
     Attributes:
         layer: index among the compressed layers of the model.
-        heads: which of this rank's heads; None is all of them.
-        config: what holds for them, as `DiffKVConfig.of_layer` has it.
-        model_heads: which of the model's heads they are, where they are some.
+        heads: indices among this rank's heads; None is all of them.
+        config: configuration of the group, from `DiffKVConfig.of_layer`.
+        model_heads: indices among the model's heads; empty if `heads` is None.
     """
 
     layer: int
@@ -33,23 +33,23 @@ class HeadGroup:
     model_heads: tuple[int, ...] = ()
 
     def count(self, num_heads: int) -> int:
-        """How many they are, of a layer that has `num_heads` here."""
+        """Returns the number of heads, for a layer with `num_heads` heads on this rank."""
         return num_heads if self.heads is None else len(self.heads)
 
     def goes_with(self, other: HeadGroup) -> bool:
-        """Whether both may be in one store."""
+        """Returns whether both groups may be in one store."""
         return len(self.heads or ()) == len(other.heads or ()) and same_pages(self.config, other.config)
 
     def first_head(self, count: int, rank: int) -> int:
-        """Number of the first of `count` heads that rank `rank` has, among those of which there are moments."""
+        """Returns the index, among the heads with measured moments, of the first of `count` heads of rank `rank`."""
         return rank * count if self.heads is None else 0
 
     def measured(self, count: int, size: int) -> int:
-        """Of how many heads there are moments where each of `size` ranks has `count`."""
+        """Returns the number of heads with measured moments if each of `size` ranks has `count` heads."""
         return size * count if self.heads is None else count
 
     def precisions(self, num_heads: int) -> tuple[tuple[Precision, ...], ...]:
-        """For each of them the precisions that its stored tokens may have, of a layer that has `num_heads` here."""
+        """Returns the possible precisions of each head's tokens, for a layer with `num_heads` heads on this rank."""
         config, count = self.config, self.count(num_heads)
         if config.selects:
             return (tuple(dict.fromkeys((config.high, config.low))),) * count
@@ -58,19 +58,20 @@ class HeadGroup:
 
 
 def same_pages(one: DiffKVConfig, other: DiffKVConfig) -> bool:
-    """Whether layers of both, as `DiffKVConfig.of_layer` has them, may be in one store."""
+    """Returns whether layers with these configurations (`DiffKVConfig.of_layer`) may be in one store."""
     return (one.high, one.low, one.selects) == (other.high, other.low, other.selects)
 
 
 def head_groups(config: DiffKVConfig, num_layers: int, rank: int = 0, size: int = 1) -> tuple[HeadGroup, ...]:
-    """All groups of a model, layer by layer; those that thresholds level come first in theirs.
+    """Returns all head groups of a model, layer by layer, within a layer the one with thresholds first.
 
     Args:
-        num_layers: compressed layers of the model.
-        rank, size: this process among those that share out the heads of layers.
+        config: configuration of the cache.
+        num_layers: number of compressed layers of the model.
+        rank, size: this process's rank, and the number of ranks that split the heads.
 
     Raises:
-        ValueError: precisions or thresholds for another number of layers, or heads that cannot be shared out.
+        ValueError: precisions or thresholds are given for another number of layers, or heads cannot be split.
     """
     config.check_layers(num_layers)
     groups: list[HeadGroup] = []
@@ -91,7 +92,7 @@ def head_groups(config: DiffKVConfig, num_layers: int, rank: int = 0, size: int 
 
 
 def gathered(groups: Sequence[HeadGroup], parts: Sequence[Sequence[Any]]) -> list[Any]:
-    """One list for the heads of a layer from one for each of its groups."""
+    """Joins the lists of a layer's groups to one list over its heads."""
     if groups[0].heads is None:
         return list(parts[0])
     found = {head: value for group, part in zip(groups, parts) for head, value in zip(group.heads or (), part)}
@@ -99,13 +100,13 @@ def gathered(groups: Sequence[HeadGroup], parts: Sequence[Sequence[Any]]) -> lis
 
 
 def _config_of(config: DiffKVConfig, index: int, heads: tuple[int, ...], by_thresholds: bool) -> DiffKVConfig:
-    """What holds for some of a layer's heads, which are of one kind."""
+    """Returns the configuration of a group of a layer's heads."""
     precisions = list(config.head_precisions or ())
     layer = precisions[index] or ()
     named = tuple(precision for precision in layer if precision is not None)
     precisions[index] = None if by_thresholds else named
     found = replace(config, head_precisions=tuple(precisions)).of_layer(index)
-    # `found` knows only of heads with a precision
+    # `found` has only the heads with a precision
     places = [head if by_thresholds else sum(one is not None for one in layer[:head]) for head in heads]
     alphas = {name: getattr(found, name) for name in ("alpha_high", "alpha_low")}
     return replace(found, **{name: _of_heads(name, value, index, places) for name, value in alphas.items()})

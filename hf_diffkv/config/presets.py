@@ -1,4 +1,4 @@
-"""Configurations by name: ours, by what they take, and the published thresholds (DiffKV, SOSP 2025), by model."""
+"""Presets by name, and the papers' published thresholds (DiffKV, SOSP 2025) by model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ..precision import Precision
 from .checks import as_ratio
 
-# model name -> (alpha_low, alpha_high); a sibling release (Llama-3.1, a distillation) was not calibrated
+# model name -> (alpha_low, alpha_high); sibling releases (Llama-3.1, distillations) were not calibrated
 CALIBRATED: dict[str, tuple[float, float]] = {
     r"(meta-)?llama-?3-8b(-instruct)?(-hf)?": (0.02, 1.0),
     r"(meta-)?llama-?3-70b(-instruct)?(-hf)?": (0.0, 1.0),
@@ -21,19 +21,19 @@ CALIBRATED: dict[str, tuple[float, float]] = {
     r"qwq-32b(-preview)?": (0.0, 3.0),
 }
 SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
-# of models whose thresholds were not published, where none of these fields is chosen
+# preset of models without published thresholds, if none of these fields is given
 DEFAULT_PRESET = "balanced"
 LEVEL_FIELDS = {
     *("high", "low", "alpha_high", "alpha_low", "head_precisions"),
     *("policy", "policy_options"),
 }
 
-# The papers' runs of these families quantise in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits.
+# the papers quantise these families in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits
 GROUPED = re.compile(r"^(qwq|qwen3)\b")
 GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
 
 
-# of pages whose tokens all have one precision: narrow ones without scores and positions
+# numbers of pages whose tokens all have one precision: narrow, without scores and positions
 UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 
 
@@ -43,7 +43,7 @@ def _uniform(name: str, **fields: Any) -> dict[str, Any]:
     return {**levels, "adaptive_rounding": True, "metadata_bits": 16, **fields}
 
 
-# Every token at one precision: on small models that beat tokens at two precisions of the same bytes (docs/quality.md).
+# one precision for all tokens: on small models this beats two precisions of the same bytes (docs/quality.md)
 PRESETS: dict[str, dict[str, Any]] = {
     "quality": _uniform("K8V4"),
     "balanced": _uniform("K5V4", window=32),
@@ -51,23 +51,24 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# bytes of stored tokens over those in the model's dtype, of models whose heads were measured
+# bytes of stored tokens over those in the model's dtype, for models whose heads were measured
 RATIOS = {"quality": 0.27, "balanced": 0.235, "small": 0.2025}
 
-# from the best to the smallest (docs/quality.md has what each keeps)
+# from the best to the smallest (docs/quality.md has the figures)
 LADDER = ("K8V8", "K8V4", "K6V4", "K5V4", "K4V4g2/1", "K4V4", "K4V3g2/1", "K4V3", "K4V2")
 
 
 def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
-    """Config fields that keep every token at the best precision of `LADDER` that takes no more.
+    """Returns config fields that store every token at the best precision of `LADDER` within a ratio.
 
     Args:
-        target_ratio: bytes of a stored token to its bytes in the model's dtype; the window comes on top.
-        model_config: a Transformers configuration, for the size of a head and of an element.
+        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; the window is not
+            included.
+        model_config: Transformers configuration, for the size of a head and of an element.
 
     Raises:
-        ValueError: `target_ratio` is no number above 0 and at most 1, or below what the smallest takes; or there is no
-            configuration.
+        ValueError: `target_ratio` is not a number above 0 and at most 1, or the smallest precision does not reach it,
+            or `model_config` is not a configuration.
     """
     as_ratio("target_ratio", target_ratio)
     head_dim, element_bytes = head_size(model_config)
@@ -83,8 +84,8 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
 
 
 def token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
-    """What a token of one head takes in pages whose tokens all have one precision."""
-    # what imports this module for a name need not load the page format
+    """Returns the bytes of one head's token in pages whose tokens all have one precision."""
+    # imported here, as most importers of this module do not need the page format
     from ..pages.layout import PageLayout
 
     sizes = (key_dim, value_dim, element_bytes)
@@ -92,10 +93,10 @@ def token_bytes(precision: Precision, key_dim: int, value_dim: int, element_byte
 
 
 def head_size(model_config: Any) -> tuple[int, int]:
-    """Elements of a head, and bytes of an element, as a Transformers configuration has them.
+    """Returns the elements of a head and the bytes of an element in a Transformers configuration.
 
     Raises:
-        ValueError: it is no configuration.
+        ValueError: it is not a configuration.
     """
     if not hasattr(model_config, "get_text_config"):
         raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
@@ -105,7 +106,7 @@ def head_size(model_config: Any) -> tuple[int, int]:
 
 
 def preset_named(name: str) -> dict[str, Any]:
-    """Config fields of one of `PRESETS`. Raises `ValueError` for another name."""
+    """Returns the config fields of one of `PRESETS`. Raises `ValueError` for another name."""
     if name not in PRESETS:
         close = close_preset(name)
         hint = f"did you mean {close!r}? Choose" if close else "choose"
@@ -114,19 +115,20 @@ def preset_named(name: str) -> dict[str, Any]:
 
 
 def close_preset(name: Any) -> str | None:
-    """The preset that was probably meant."""
+    """Returns the preset that was probably meant, or None."""
     close = difflib.get_close_matches(str(name).lower(), PRESETS, n=1)
     return close[0] if close else None
 
 
 def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]:
-    """Config fields for a model: calibrated where published, otherwise a preset, or thresholds that never prune.
+    """Returns the config fields for a model: published ones, else a preset or thresholds that never prune.
 
     Args:
-        given: fields that somebody chooses; where one of `LEVEL_FIELDS` is among them, no preset is taken.
+        model_config: Transformers configuration, or the name or folder of a model.
+        given: names of the fields that the user sets; with one of `LEVEL_FIELDS` no preset is taken.
 
     Raises:
-        ValueError: neither a configuration nor what can be the name of a model.
+        ValueError: `model_config` is neither a configuration nor a possible name of a model.
     """
     if isinstance(model_config, (str, os.PathLike)):
         name = os.fspath(model_config)
@@ -144,7 +146,7 @@ def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]
 
 
 def published(name: str) -> dict[str, Any] | None:
-    """Config fields of a model whose thresholds, or whose family's precisions, the papers give."""
+    """Returns the config fields that the papers give for a model or its family, or None."""
     name = name.lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
     grouped = GROUPED_PRECISIONS if GROUPED.match(name) else {}
     for pattern, (alpha_low, alpha_high) in CALIBRATED.items():
@@ -154,7 +156,7 @@ def published(name: str) -> dict[str, Any] | None:
 
 
 def _check_name(name: str) -> None:
-    """Raises `ValueError` for a text that names no model."""
+    """Raises `ValueError` for a text that cannot be the name of a model."""
     if Path(name).is_dir() or re.fullmatch(r"[^/\s]+/[^/\s]+", name) or published(name) is not None:
         return
     close = close_preset(name)

@@ -1,4 +1,4 @@
-"""What each head of a model loses at few bits: the record that precisions are chosen by. No tensors."""
+"""`Sensitivity`: measured loss of each head at few bits, from which precisions are chosen. Uses no tensors."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from ..heads.mark import Mark
 from ..heads.recognition import MARK_KEY
 from ..precision import Precision
 
-# bits that heads are measured at, one at a time
+# bits at which heads are measured, one at a time
 KEY_BITS, VALUE_BITS = 3, 2
-# fields of the configurations that heads are measured with, and that their precisions are for
+# fields of the configuration with which heads are measured, and which their precisions assume
 MEASURED_FIELDS = {"adaptive_rounding": True, "metadata_bits": 16, "window": 32}
 DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The loss of each head's keys and values at few bits, all else exact, and how it falls with more bits.
+    """Loss from each single head's keys or values at few bits, and its decrease with more bits.
 
     Attributes:
-        model_type: of the model's text configuration.
-        model_digest: of its weights, as `hf_diffkv.heads.weights.model_digest` gives it.
-        element_bytes: of the dtype it was loaded in.
-        shapes: for each compressed layer KV heads, key_dim and value_dim.
-        keys, values: for each compressed layer and KV head the mean KL of following tokens to those of the dense cache,
-            in nats, when only this head's keys have `KEY_BITS` bits, or its values `VALUE_BITS`.
-        key_errors, value_errors: by bits, the mean square error of logits and of values over the mean square.
-        documents: how many these are means over. documents_digest: of their tokens.
-        mark: of the model, by which its copies and relatives are recognised; only in files of its own.
+        model_type: model type in the model's text configuration.
+        model_digest: digest of the weights (`hf_diffkv.heads.weights.model_digest`).
+        element_bytes: bytes of an element of the dtype the model was loaded in.
+        shapes: number of KV heads, key_dim and value_dim of each compressed layer.
+        keys, values: mean KL of the following tokens to those of the dense cache, in nats, by compressed layer and KV
+            head, if only this head's keys have `KEY_BITS` bits, or only its values `VALUE_BITS`.
+        key_errors, value_errors: mean square error of logits and of values over their mean square, by bits.
+        documents: number of documents that the figures are means over.
+        documents_digest: digest of the documents' tokens.
+        mark: mark of the model, by which its copies and relatives are recognised; stored only by `save`.
 
     Raises:
-        ValueError: figures for other layers or heads than `shapes` has, or below 0.
+        ValueError: figures do not match the layers and heads of `shapes`, or are negative or not finite.
     """
 
     model_type: str
@@ -67,10 +68,10 @@ class Sensitivity:
                 raise ValueError(f"{name} must have positive numbers by bits, {bits} among them.")
 
     def loss(self, layer: int, head: int, precision: Precision) -> float:
-        """Predicted KL of one head at a precision: errors of keys and of values scale its measured losses.
+        """Predicts the KL of one head at a precision, by scaling its measured losses with the errors.
 
         Raises:
-            ValueError: bits or groups that were not measured.
+            ValueError: the bits or groups were not measured.
         """
         if (precision.k_groups, precision.v_groups) != (1, 1):
             raise ValueError(f"{precision} has groups, and what heads lose was measured without.")
@@ -88,7 +89,7 @@ class Sensitivity:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON without the mark, numbers to four significant digits."""
+        """Returns plain values for JSON without the mark, numbers to four significant digits."""
         values = asdict(self)
         del values[MARK_KEY]
         for name in ("keys", "values"):
@@ -100,7 +101,7 @@ class Sensitivity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sensitivity:
-        """Reads what `to_dict` gave, or what a file has. Raises `ValueError` for anything else."""
+        """Builds a sensitivity from the values of `to_dict` or of a file. Raises `ValueError` for other values."""
         try:
             given = dict(values)
             if given.get(MARK_KEY) is not None:
@@ -114,13 +115,13 @@ class Sensitivity:
             raise ValueError(f"these are not the losses of a model's heads: {error}.") from error
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file."""
+        """Writes a JSON file, with the mark if there is one."""
         values = self.to_dict() | ({} if self.mark is None else {MARK_KEY: self.mark.to_dict()})
         Path(path).write_text(json.dumps(values, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Sensitivity:
-        """Reads what `save` wrote. Raises `ValueError` for another file, and `OSError`."""
+        """Reads a file that `save` wrote. Raises `ValueError` for another file, and `OSError`."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:
@@ -128,7 +129,7 @@ class Sensitivity:
 
 
 def mean_of(rows: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[float, ...], ...]:
-    """The mean over documents of numbers for each layer and head."""
+    """Averages numbers over documents, for each layer and head."""
     return tuple(
         tuple(sum(figures) / len(rows) for figures in zip(*(document[layer] for document in rows)))
         for layer in range(len(rows[0]))

@@ -1,1 +1,1 @@
-"""How much quality each way to hold a KV cache keeps, at measured bytes, on any model of Transformers."""
+"""Evaluates the quality and measured bytes of KV cache methods on any model of Transformers."""

@@ -1,7 +1,7 @@
-"""What decides a record's figures beside the names of its method, task and document.
+"""Basis of a record: everything that determines its figures besides the names of method, task and document.
 
-A record is taken for a run's own only where its basis is the run's: after `hf-diffkv calibrate`, with other weights or
-after an update the same name stands for other figures.
+A run reuses a record only if both have the same basis. After `hf-diffkv calibrate`, with other weights or after an
+update, the same names stand for other figures.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .errors import EvaluationError, one_line
 from .methods import Method, get_method
 from .records import Record
 
-# entries of a basis that are the same in the environment of another Transformers
+# entries of a basis that do not depend on the environment and its Transformers
 SHARED = ("code", "dtype")
 
 
 def bases_of(model: Any, methods: Iterable[Method]) -> dict[str, dict[str, Any]]:
-    """The basis of each method's records with a loaded model, by the method's label, ready for JSON.
+    """Returns the basis of each method's records with a loaded model, by the method's label, ready for JSON.
 
-    Entries are `code` (this library's version), `weights` (a digest; None where they cannot be told), `dtype`,
-    `device` (its type), `packages` (versions), and whatever `Method.decided_by` adds.
+    Entries are `code` (this library's version), `weights` (a digest; None if weights cannot be read), `dtype`, `device`
+    (its type), `packages` (versions), and the entries of `Method.decided_by`.
     """
     of_model = {
         "code": __version__,
@@ -36,14 +36,14 @@ def bases_of(model: Any, methods: Iterable[Method]) -> dict[str, dict[str, Any]]
 
 
 def same_basis(record: Record, basis: Mapping[str, Any]) -> bool:
-    """Whether a run with this basis would measure what the record holds."""
+    """Returns whether a run with this basis would measure the figures of the record."""
     return record.basis == basis and basis["weights"] is not None
 
 
 def fresh(records: Iterable[Record], bases: Mapping[str, Mapping[str, Any]]) -> list[Record]:
-    """Those of the records that a run with these bases would not measure again.
+    """Returns the records that a run with these bases would not measure again.
 
-    What another environment measured is told by `SHARED` alone.
+    Records from another environment are compared only by the entries in `SHARED`.
     """
     environments = {method.label: method.environment for method in methods_of(bases)}
     found = []
@@ -61,7 +61,7 @@ def fresh(records: Iterable[Record], bases: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def methods_of(labels: Iterable[str]) -> list[Method]:
-    """The methods with these labels; without those that are not known, or cannot be used, any more."""
+    """Returns the methods with these labels, without methods that no longer exist or can no longer be used."""
     found = []
     for label in dict.fromkeys(labels):
         try:
@@ -76,7 +76,7 @@ def _of_method(method: Method, model: Any) -> dict[str, Any]:
     try:
         return {"packages": packages, **method.decided_by(model)}
     except (ValueError, OSError, NotImplementedError) as error:
-        # its records say that it cannot be used
+        # the method's records say that it cannot be used
         return {"packages": packages, "refused": one_line(error)}
 
 

@@ -1,4 +1,4 @@
-"""How far a method is from the dense cache: in the tokens that it writes, and in the distributions of the next one."""
+"""Compares a method with the dense cache, by generated tokens and by next-token distributions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# positions at once: a vocabulary of 256k takes 1 MB per position
+# positions compared at once: a vocabulary of 256k takes 1 MB per position
 CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two runs wrote the same tokens: up to the first difference, and position by position."""
+    """Agreement of the tokens that two runs generated.
+
+    Attributes:
+        tokens: number of positions.
+        until_difference: number of equal tokens before the first difference.
+        equal: number of positions with equal tokens.
+    """
 
     tokens: int
     until_difference: int
@@ -22,7 +28,7 @@ class Agreement:
 
     @classmethod
     def of(cls, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> Agreement:
-        """Compares the token ids of every turn; where one turn is longer, its further tokens differ."""
+        """Compares the token ids of every turn; the additional tokens of a longer turn count as different."""
         pairs: list[tuple[int | None, int | None]] = []
         for a, b in zip(first, second):
             length = max(len(a), len(b))
@@ -32,15 +38,15 @@ class Agreement:
 
 
 def compare_logits(logits: Tensor, reference: Tensor, ids: Sequence[int]) -> dict[str, tuple[float, float]]:
-    """Sums over positions and their number, by metric.
+    """Returns, by metric, the sum over positions and their number.
 
     Args:
-        logits, reference: [positions, vocabulary] of the method and of the dense cache, any float dtype.
-        ids: the tokens that follow the positions.
+        logits, reference: logits of the method and of the dense cache, [positions, vocabulary], any float dtype.
+        ids: token ids that follow the positions.
 
     Returns:
-        `kl`: KL(dense || method) in nats. `top1`: positions with the same likeliest token. `nll`: minus the log
-        probability that the method gives to `ids`.
+        `kl`: KL(dense || method) in nats. `top1`: number of positions with the same most likely token. `nll`: negative
+        log probability of `ids` with the method.
     """
     kl = top1 = nll = 0.0
     targets = torch.tensor(list(ids), device=logits.device)

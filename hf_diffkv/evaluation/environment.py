@@ -1,4 +1,4 @@
-"""What a figure was measured with: versions, commit, hardware. Importing it loads no PyTorch."""
+"""Describes the environment of a measurement: versions, commit, hardware. Importing it does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU_SECONDS = 10
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions of what is installed, the checkout's commit, the hardware."""
+    """Returns versions of installed packages, the checkout's commit and the hardware."""
     import torch
 
     found: dict[str, Any] = {"python": platform.python_version(), **installed(PACKAGES)}
@@ -33,7 +33,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those of the packages that are installed."""
+    """Returns the versions of the packages that are installed."""
     found = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -42,7 +42,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Of the checkout the package runs from; with `+` where files differ from it; None outside a checkout."""
+    """Returns the commit of the package's checkout, with `+` if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
@@ -59,7 +59,7 @@ def _commit() -> str | None:
 
 
 def processor() -> str:
-    """The model of the CPU."""
+    """Returns the model name of the CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -70,7 +70,7 @@ def processor() -> str:
 
 
 def cores() -> str:
-    """Of the machine, and how many of them this process may use."""
+    """Returns the number of CPU cores, and how many of them this process may use if it may not use all."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return str(usable) if usable == os.cpu_count() else f"{usable} of {os.cpu_count()}"
 
@@ -81,7 +81,7 @@ def memory() -> str:
 
 
 def gpus() -> list[str]:
-    """Name, memory and driver of each of NVIDIA's GPUs, as nvidia-smi has them; empty where there is none."""
+    """Returns name, memory and driver of each NVIDIA GPU, from nvidia-smi; empty if there is none."""
     command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GPU_SECONDS).stdout

@@ -1,4 +1,4 @@
-"""What a user of an evaluation can put right."""
+"""Errors that the user of an evaluation can correct."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable
 
 
 class EvaluationError(ValueError):
-    """An evaluation that cannot be made as asked; the message says in one line what to change."""
+    """An evaluation cannot run as requested; the message says in one line what to change."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> EvaluationError:
-    """The error for a name that is not known, with what may have been meant."""
+    """Returns the error for an unknown name, with suggestions."""
     names = sorted(known)
     hint = meant(name, names) or f"choose from {', '.join(names)}."
     return EvaluationError(f"unknown {kind} {name!r}: {hint}")
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A question with the names that are like this one; empty where none is."""
+    """Returns a question with similar names, or an empty text."""
     close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def one_line(error: BaseException | str) -> str:
-    """A message without line breaks."""
+    """Returns a message without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,7 +1,7 @@
-"""Methods that need an environment of their own: the same harness in a process of that environment's Python.
+"""Runs methods that need another environment, in a process of that environment's Python.
 
-The process gets the documents as token ids, loads the model itself and computes a dense reference of its own. It writes
-into a folder of its own within the run's, as any run does, so that it goes on where it was interrupted.
+The process gets the documents as token ids, loads the model and computes its own dense reference. It writes into its
+own folder within the run's folder, so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from .methods import Method
     from .tasks import Document, Task
 
-# where `make NAME` puts an environment, with this file when it is complete
+# folder of the environments of `make NAME`; a complete one has this file
 ENVIRONMENTS = CHECKOUT / "build" / "envs"
 READY_NAME = ".ready"
-# of a process that was told to end
+# seconds that a terminated process gets to end
 ENDING_SECONDS = 10
 
 
 def find_python(environment: str) -> Path | None:
-    """The Python of an environment, or None where it has not been made."""
+    """Returns the Python of an environment, or None if it has not been made."""
     folder = ENVIRONMENTS / environment
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     return python if python.exists() and (folder / READY_NAME).exists() else None
@@ -50,16 +50,17 @@ def run_isolated(
     retry: bool = False,
     quiet: bool = False,
 ) -> list[Record]:
-    """Runs methods that have an `environment`, one environment after the other, as `runner.run` does.
+    """Runs methods that have an `environment`, one environment after another.
 
     Args:
-        tasks, retry, quiet: as of `runner.run`.
-        folder: of the run; what is found goes into `environments/NAME` in it.
-        model, device: as of `loading.load`.
+        methods: methods with an `environment`.
+        tasks, retry, quiet: arguments for `runner.run`.
+        folder: folder of the run; records go into its subfolder `environments/NAME`.
+        model, device: name and device as in `models.load_model`.
 
     Returns:
-        A record with an error for what an environment could not run at all. These are not written, so that the next
-        run tries again.
+        Records with an error for documents that an environment could not run at all. They are not written, so that
+        the next run tries again.
     """
     failed = []
     for environment in dict.fromkeys(method.environment for method in methods):
@@ -88,17 +89,17 @@ def run_isolated(
 
 
 def _run_job(environment: str, job: dict[str, Any]) -> str | None:
-    """Why the job did not run to its end; None where it did."""
+    """Runs a job and returns the reason why it did not finish, or None."""
     python = find_python(environment)
     if python is None:
         return f"it needs an environment of its own: make {environment}"
-    # of this checkout alone: packages of this environment must not be found there
+    # only this checkout is on the path, as packages of this environment must not be found there
     variables = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     command = [str(python), "-m", "hf_diffkv.evaluation.isolated"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
     line = ""
     try:
-        # where it ended before it had read everything, the exit code tells
+        # if the process ended before it had read everything, its exit code says so
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(job))
         for line in process.stdout:
@@ -113,7 +114,7 @@ def _run_job(environment: str, job: dict[str, Any]) -> str | None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a process that goes on although its caller does not."""
+    """Ends a process that is still running."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -124,10 +125,10 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def main() -> int:
-    """What the other environment's Python runs: the job on standard input."""
-    # Ctrl-C reaches both processes; the one that waits says so, this one ends without a word
+    """Runs the job on standard input; called by the other environment's Python."""
+    # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # the Transformers there may be too old to register with
+    # that environment's Transformers may be too old for registration
     unregister()
     job = json.load(sys.stdin)
     try:

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness with any cache of `methods`.
+"""Runs lm-evaluation-harness with any cache of `methods`.
 
-The harness finds models in its own registry and asks no installed package for more, so `hf-diffkv lm-eval` adds this
-one and hands over to the harness's command line. In Python: `lm_eval.simple_evaluate(model=DiffKVLM(...), ...)`.
+The harness finds models only in its own registry, so `hf-diffkv lm-eval` registers this one and then runs the harness's
+command line. In Python use `lm_eval.simple_evaluate(model=DiffKVLM(...), ...)`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ except ImportError as error:
 
 MODEL_NAME = "hf-diffkv"
 
-# shown as the harness shows its own
+# a name under which the harness shows messages like its own
 _logger = logging.getLogger("lm_eval.models.hf_diffkv")
 
 
 class DiffKVLM(HFLM):
-    """The harness's Transformers model, generating with a cache of one method.
+    """The harness's Transformers model with a cache of one method.
 
     Args:
         pretrained: folder, Hub id, short name (`resolve_model`), or a loaded model.
-        cache: a method, for example `diffkv`, `diffkv:K8V4`, `quanto:4`, `dense`.
-        batch_size: as of `HFLM`; other than 1 only with methods that hold several requests in one cache.
-        **kwargs: of `HFLM`; those that are fields of `DiffKVConfig` are options of `cache` instead.
+        cache: name of a method, for example `diffkv`, `diffkv:K8V4`, `quanto:4`, `dense`.
+        batch_size: batch size as in `HFLM`; other than 1 only with methods that hold several requests in one cache.
+        **kwargs: arguments of `HFLM`; fields of `DiffKVConfig` become options of `cache`.
 
     Raises:
-        EvaluationError: a method that is not known, does not work with the model or with such batches; options that
-            are not its own; an encoder-decoder model.
+        EvaluationError: the method is unknown or does not work with the model or batch size, options belong to another
+            method, or the model is an encoder-decoder model.
     """
 
     def __init__(self, pretrained: Any, cache: str = "diffkv", batch_size: int | str = 1, **kwargs: Any) -> None:
@@ -80,14 +80,14 @@ class DiffKVLM(HFLM):
             raise EvaluationError("an encoder-decoder model cannot be used with --model hf-diffkv; use --model hf.")
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
-        """Generates for one batch, padded on the left, with a cache of its own: [batch, tokens], prompts included."""
+        """Generates for one left-padded batch with a new cache: token ids [batch, tokens], prompts included."""
         session = Session(self.model, self.method)
         cache = session.cache
         with torch.no_grad(), self.method.attached(session.model, session.cache):
             written = super()._model_generate(context, max_length, stop, **passing(cache), **kwargs)
         held = session.held()
         self.cached_bytes += held.bytes
-        # the last token that is generated is never cached
+        # the last generated token is never cached
         generated = written.shape[1] - context.shape[1] - 1
         self.cached_tokens += int(kwargs["attention_mask"].sum()) + context.shape[0] * generated
         self.simulated |= held.simulated
@@ -95,19 +95,19 @@ class DiffKVLM(HFLM):
         return written
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes behind each request's context."""
+        """Returns the text that the model generates after each request's context."""
         texts = super().generate_until(requests, disable_tqdm)
         if self.cached_tokens:
             _logger.info("cache=%s: %d bytes per token", self.method.label, self.cached_bytes // self.cached_tokens)
         return texts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Only with the dense cache; `EvaluationError` otherwise."""
+        """Scores requests with the dense cache. Raises `EvaluationError` for other caches."""
         self._refuse_likelihood(requests)
         return super().loglikelihood(requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Only with the dense cache; `EvaluationError` otherwise."""
+        """Scores requests with the dense cache. Raises `EvaluationError` for other caches."""
         self._refuse_likelihood(requests)
         return super().loglikelihood_rolling(requests, disable_tqdm)
 
@@ -121,7 +121,7 @@ class DiffKVLM(HFLM):
             )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes to its results: also the cache, and the real bytes it held per token at the end."""
+        """Returns the harness's information for its results, with the cache and its measured bytes per token."""
         info = {
             "method": self.method.label,
             "config": self.diffkv_config,
@@ -134,10 +134,10 @@ class DiffKVLM(HFLM):
 
 
 def method_name(cache: str, fields: dict[str, Any]) -> str:
-    """The method `cache` with fields of `DiffKVConfig` as further options.
+    """Returns the name of the method `cache` with fields of `DiffKVConfig` as further options.
 
     Raises:
-        EvaluationError: fields given to another method.
+        EvaluationError: fields are given to another method.
     """
     if not fields:
         return cache
@@ -150,5 +150,5 @@ def method_name(cache: str, fields: dict[str, Any]) -> str:
 
 
 def register() -> None:
-    """Lets the harness find this model as `hf-diffkv`; more than once is no harm."""
+    """Registers this model with the harness as `hf-diffkv`. Further calls do no harm."""
     model_registry.register(MODEL_NAME, target=DiffKVLM)

@@ -1,4 +1,4 @@
-"""Short names of models, their ids on the Hub, their copies in this checkout, and how all of them are loaded."""
+"""Resolves short names of models to Hub ids or local copies, and loads models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import EvaluationError, one_line
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TINY_LM = CHECKOUT / "examples" / "models" / "tiny-lm"
-# where `make models` puts what it fetches, a folder per short name
+# folder where `make models` puts models, one subfolder per short name
 MODELS_FOLDER = CHECKOUT / "build" / "models"
 HUB_IDS = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -21,20 +21,19 @@ HUB_IDS = {
     "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
     "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
 }
-# enough for a quick look; tiny-lm is not in wheels
+# default model for a quick try; wheels do not contain tiny-lm
 SMALLEST_MODEL = "tiny-lm" if (TINY_LM / "config.json").is_file() else "smollm2"
 
 
 def resolve_model(name: str) -> str:
-    """What `from_pretrained` is to be given for `name`. Nothing is loaded and no network asked.
+    """Returns the argument for `from_pretrained`, without loading anything or using the network.
 
-    A folder that exists is returned as it is. A short name, or the Hub id that it stands for, is the copy that
-    `make models` made, and the Hub id where there is none; "tiny-lm" is the model that comes with the checkout.
-    Anything else is returned as it is.
+    An existing folder is returned unchanged. A short name, or its Hub id, becomes the copy made by `make models`, or
+    the Hub id if there is no copy. "tiny-lm" is the model in the checkout. Other names are returned unchanged.
 
     Raises:
-        ValueError: the path of a folder that does not exist, a name that is no Hub id with an owner and looks like a
-            misspelt short name, or "tiny-lm" outside a checkout.
+        ValueError: the path of a folder does not exist, a name without an owner looks like a misspelt short name, or
+            "tiny-lm" is given outside a checkout.
     """
     if Path(name).is_dir():
         return name
@@ -55,7 +54,7 @@ def resolve_model(name: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name can only mean a file or a folder: Hub ids have at most one slash, between owner and name."""
+    """Returns whether a name can only be a path: Hub ids have at most one slash, between owner and name."""
     return (
         name.startswith((".", "~"))
         or Path(name).is_absolute()
@@ -66,7 +65,7 @@ def _is_path(name: str) -> bool:
 
 
 def missing(name: str) -> str:
-    """What to say first where `name` could not be loaded and may have been meant as a folder; empty where not."""
+    """Returns the beginning of the error for a name that may have been meant as a folder, or an empty text."""
     owner, slash, _ = name.partition("/")
     if Path(name).is_dir():
         return ""
@@ -74,13 +73,13 @@ def missing(name: str) -> str:
 
 
 def load_config(name: str) -> tuple[Any, Any]:
-    """Configuration and tokenizer: enough to make documents before the weights are loaded.
+    """Loads configuration and tokenizer, which suffice to make documents before the weights are loaded.
 
     Args:
-        name: a Hub id, a folder or a short name.
+        name: Hub id, folder or short name.
 
     Raises:
-        EvaluationError: they cannot be loaded.
+        EvaluationError: configuration or tokenizer cannot be loaded.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -90,16 +89,16 @@ def load_config(name: str) -> tuple[Any, Any]:
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None, quiet: bool = False) -> Any:
-    """The model, ready to run.
+    """Loads a model, ready to run.
 
     Args:
-        name: as of `load_config`.
-        dtype: "auto" or the name of one of PyTorch's.
-        device: None takes a GPU where there is one.
-        quiet: no progress bars of Transformers.
+        name: Hub id, folder or short name.
+        dtype: "auto" or the name of a PyTorch dtype.
+        device: device of the model; None takes a GPU if there is one.
+        quiet: whether to hide Transformers' progress bars.
 
     Raises:
-        EvaluationError: it cannot be loaded, or not onto the device.
+        EvaluationError: the model cannot be loaded, or the device cannot be used.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -116,7 +115,7 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None, quiet:
 
 
 def hide_progress_bars(quiet: bool) -> None:
-    """Of Transformers, where nobody would see them move or wants them."""
+    """Hides Transformers' progress bars if `quiet`, or if stderr is not a terminal."""
     from transformers.utils import logging
 
     if quiet or not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Peak memory of one device between two points of a program."""
+"""Measures the peak memory of one device between two points of a program."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """The highest memory use from the moment this object is made until `read`.
+    """Peak memory from the creation of this object until `read`.
 
-    On CUDA it is what PyTorch allocated on the device and the most that caches mapped beside it; elsewhere it is the
-    resident memory of the whole process, for which a process of its own is needed.
+    On CUDA it is the peak of PyTorch's allocations on the device plus the peak of memory that caches mapped themselves.
+    Elsewhere it is the resident memory of the whole process, so the measurement needs a separate process.
 
     Attributes:
-        source: how the figures come about, in words.
+        device: device that is measured.
+        base: bytes at the start; None if the platform cannot tell.
+        source: description of the kind of measurement.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +42,7 @@ class PeakMemory:
             self.source = "peak resident memory of the process, loading included (ru_maxrss)"
 
     def read(self) -> tuple[int | None, int | None]:
-        """Bytes at the peak, and how far that is above the start; None where the platform cannot tell."""
+        """Returns the peak in bytes and its increase over the start, each None if the platform cannot tell."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             peak = torch.cuda.max_memory_allocated(self.device) + peak_mapped_bytes(self.device)

@@ -1,4 +1,4 @@
-"""The results of a run: a folder with what was asked for and a JSON line for each method, task and document."""
+"""Results of a run: a folder with the settings and a JSON line for each method, task and document."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from .errors import EvaluationError
 
 RUN_NAME = "run.json"
 RECORDS_NAME = "records.jsonl"
-# in a run's folder: a folder of the same kind for each environment that some of its methods need
+# subfolder of a run's folder, with a run folder for each environment that its methods need
 ENVIRONMENTS_NAME = "environments"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One method on one document.
+    """Result of one method on one document.
 
     Attributes:
-        digest: of the document's content.
-        metrics: name -> [sum, weight].
-        bytes, payload_bytes: of the cache when the document was in it; `simulated` where computed and not held.
-        dense_bytes: of the dense cache then.
-        seconds: of the whole document.
-        error: why the method failed; the figures are empty then.
-        details: whatever else the task tells, for example which answers were right.
+        method, task, document: names.
+        digest: digest of the document's content.
+        metrics: sum and weight by metric.
+        bytes, payload_bytes: memory of the cache with the document in it.
+        dense_bytes: memory of the dense cache with the document in it.
+        simulated: whether `bytes` was computed instead of measured.
+        seconds: time for the whole document.
+        error: reason why the method failed, in which case there are no figures.
+        details: further results of the task, for example which answers were right.
         environment: versions, commit, hardware.
-        basis: what else decided the figures, as of `basis.bases_of`; empty in records of 0.1.
+        basis: further settings that determined the figures (`basis.bases_of`); empty in records of 0.1.
     """
 
     method: str
@@ -53,10 +55,11 @@ class Record:
 
 
 class RunFolder:
-    """Where a run writes; opening one that exists goes on with it.
+    """Folder of a run. Opening an existing one continues its run.
 
     Args:
-        settings: what makes figures comparable (model, dtype, seed); must equal those of a run that is continued.
+        folder: path of the folder, which is made if missing.
+        settings: settings that make figures comparable (model, dtype, seed), equal to those of a continued run.
 
     Raises:
         EvaluationError: the folder cannot be written, or holds a run with other settings.
@@ -90,7 +93,7 @@ class RunFolder:
                 )
 
     def _mend(self) -> None:
-        """A run that was killed may have left half a line."""
+        """Removes the incomplete line that a killed run may have left."""
         if self.path.exists():
             content = self.path.read_bytes()
             if content and not content.endswith(b"\n"):
@@ -98,27 +101,27 @@ class RunFolder:
                     file.truncate(content.rfind(b"\n") + 1)
 
     def add(self, record: Record) -> None:
-        """Appends one line, complete or not at all."""
+        """Appends one line and syncs it to disk."""
         with open(self.path, "a") as file:
             file.write(json.dumps(asdict(record)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def records(self) -> list[Record]:
-        """What was written here; of several with one key the last."""
+        """Returns this folder's records; if several have the same key, the last one."""
         return read_records([self.path]) if self.path.exists() else []
 
     def all_records(self) -> list[Record]:
-        """The same with what was written in other environments."""
+        """Returns the records of this folder and of its other environments."""
         others = sorted((self.folder / ENVIRONMENTS_NAME).glob(f"*/{RECORDS_NAME}"))
         return read_records([path for path in (self.path, *others) if path.exists()])
 
 
 def read_records(paths: list[Path]) -> list[Record]:
-    """The records in several files; of several with one key the last.
+    """Reads the records of several files; if several have the same key, the last one.
 
     Raises:
-        EvaluationError: a file that is not there or not of such lines.
+        EvaluationError: a file cannot be read, or is not a file of records.
     """
     found: dict[tuple, Record] = {}
     for path in paths:

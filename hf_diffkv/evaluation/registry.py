@@ -1,4 +1,4 @@
-"""Names for what modules of a package offer; a new module is found without being listed anywhere."""
+"""Registry of objects by name, which finds a package's modules without a list."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ EntryT = TypeVar("EntryT")
 
 
 class Registry(Generic[EntryT]):
-    """What the modules of `package` register under a name, loaded on first use.
+    """Objects that the modules of `package` register under names; modules are imported on first use.
 
     Args:
-        kind: what it is called in messages, for example "task".
+        kind: word for an entry in messages, for example "task".
         package: full name of the package whose modules call `add`.
     """
 
@@ -26,7 +26,7 @@ class Registry(Generic[EntryT]):
         self._loaded = False
 
     def add(self, name: str) -> Callable[[EntryT], EntryT]:
-        """Decorator: registers what it decorates as `name`."""
+        """Returns a decorator that registers an object as `name`."""
 
         def register(entry: EntryT) -> EntryT:
             if name in self._entries:
@@ -41,7 +41,7 @@ class Registry(Generic[EntryT]):
         return sorted(self._entries)
 
     def find(self, name: str) -> EntryT:
-        """The entry called `name`; `EvaluationError` with suggestions where there is none."""
+        """Returns the entry `name`. Raises `EvaluationError` with suggestions if there is none."""
         self._load()
         if name not in self._entries:
             raise unknown(self.kind, name, self._entries)

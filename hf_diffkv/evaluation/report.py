@@ -1,4 +1,4 @@
-"""A run as a table, a row for each method, real bytes first, and as pictures of quality against real bytes."""
+"""Reports a run as a table with a row per method, and as plots of quality over measured bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from .tasks import Metric, get_task
 
 @dataclass(frozen=True)
 class Cell:
-    """One metric of one method on one task; `estimate` is None where the method has no figure."""
+    """A metric of one method on one task.
+
+    Attributes:
+        metric: the metric.
+        estimate: mean with its interval; None if the method has no figure.
+        failed: number of documents on which the method failed.
+    """
 
     metric: Metric
     estimate: Estimate | None
@@ -27,12 +33,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One method.
+    """Row of one method.
 
     Attributes:
-        ratio, payload_ratio: bytes / dense bytes over the documents of all tasks; None where unknown.
-        cells: (task, metric name) -> what it reached.
-        documents: how many it was run on, of those that some method was run on; fewer make a row incomparable.
+        method: label of the method.
+        ratio, payload_ratio: bytes / dense bytes over the documents of all tasks; None if unknown.
+        simulated: whether bytes of a document were computed instead of measured.
+        cells: results by task and name of the metric.
+        errors: different errors of the method.
+        documents: number of documents the method was run on, and number that any method was run on; rows with fewer
+            documents are not comparable.
     """
 
     method: str
@@ -45,7 +55,7 @@ class ResultRow:
 
 
 def rows_of(records: Iterable[Record]) -> list[ResultRow]:
-    """A row for each method, in the order in which they come first in the records."""
+    """Makes a row for each method, in the order of first records."""
     records = list(records)
     methods = list(dict.fromkeys(record.method for record in records))
     tasks = list(dict.fromkeys(record.task for record in records))
@@ -86,7 +96,7 @@ def _quotient(pairs: Sequence[tuple[int | None, int | None]]) -> float | None:
 
 
 def format_estimate(metric: Metric, value: Estimate | None) -> str:
-    """The figure as a table shows it."""
+    """Formats a figure for a table."""
     if value is None or not value.weight:
         return "-"
     if metric.digits is None:
@@ -95,7 +105,7 @@ def format_estimate(metric: Metric, value: Estimate | None) -> str:
 
 
 def markdown(records: Iterable[Record]) -> str:
-    """A table in Markdown; below it what failed, why, and which methods were run on fewer documents than others."""
+    """Formats a Markdown table, followed by errors and by methods that were run on fewer documents than others."""
     rows = best_first(rows_of(records))
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
     titles = {key: next(row.cells[key].metric.title for row in rows if key in row.cells) for key in columns}
@@ -119,12 +129,12 @@ def _percent(ratio: float | None) -> str:
 
 
 def best_first(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """The dense cache, then by real bytes."""
+    """Sorts rows: the dense cache first, then by falling bytes."""
     return sorted(rows, key=lambda row: (row.method != DENSE, row.ratio is None, -(row.ratio or 0.0)))
 
 
 def plot_tasks(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Writes `TASK-METRIC.png` into `folder` for every task and metric; the paths.
+    """Writes `TASK-METRIC.png` into `folder` for every task and metric, and returns the paths.
 
     Raises:
         ImportError: matplotlib is missing.

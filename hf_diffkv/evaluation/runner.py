@@ -1,4 +1,4 @@
-"""Runs methods on tasks, document by document, the dense cache first: it is what the others are compared with."""
+"""Runs methods on tasks document by document, the dense cache first, as others are compared with it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .tasks.base import Source, Sums
 
 
 def documents_of(task: Task, source: Source) -> list[Document]:
-    """The documents of a task, with its own count and length where `source` has 0 and None."""
+    """Makes the documents of a task; a count of 0 and a length of None in `source` take the task's own."""
     return task.documents(replace(source, count=source.count or task.count, length=source.length or task.length))
 
 
 def longest(documents: Sequence[Document]) -> int:
-    """The most tokens that a cache sees of any of them."""
+    """Returns the largest number of tokens that a cache sees of any document."""
     return max((document.tokens for document in documents), default=0)
 
 
 def check_fits(task: Task, documents: Sequence[Document], limit: int | None) -> None:
-    """Raises `EvaluationError` where a document is longer than the `limit` of the model."""
+    """Raises `EvaluationError` if a document is longer than the model's `limit`."""
     needed = longest(documents)
     if limit is not None and needed > limit:
         raise EvaluationError(
@@ -51,13 +51,16 @@ def run(
     retry: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Adds a record to `folder` for every method and document that has none of the same basis (`basis.bases_of`).
+    """Adds a record to `folder` for every method and document without a record of the same basis (`basis.bases_of`).
 
     Args:
-        tasks: with their documents.
-        batch_size: how many documents go into one cache, where task and method allow it.
-        retry: run again what failed before.
-        quiet: no progress bar.
+        model, tokenizer: loaded model and its tokenizer.
+        methods: methods to run.
+        tasks: tasks with their documents.
+        folder: folder of the run.
+        batch_size: number of documents in one cache, if task and method allow it.
+        retry: whether to repeat documents that failed before.
+        quiet: whether to hide the progress bar.
     """
     bases = bases_of(model, methods)
     known = [record for record in folder.records() if record.method in bases]
@@ -70,7 +73,7 @@ def run(
         runner = _Runner(model, tokenizer, folder, environment, bases, bar)
         for task, documents in tasks:
             size = batch_size if task.batches else 1
-            # documents of like length need little padding
+            # documents of similar length need little padding
             documents = sorted(documents, key=lambda document: document.tokens) if size > 1 else documents
             for start in range(0, len(documents), size):
                 group = documents[start : start + size]
@@ -84,7 +87,9 @@ class _Runner:
     """Measures methods on documents and keeps the records.
 
     Args:
-        environment: of all records. bases: what else belongs into them, by the method's label.
+        environment: environment of all records.
+        bases: bases of the records by the method's label.
+        bar: progress bar.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class _Runner:
         self.environment, self.bases = environment, bases
 
     def run(self, task: Task, missing: dict[Method, list[Document]]) -> None:
-        """Measures each method on its documents and the dense cache on all of them, to compare with."""
+        """Measures each method on its documents, and the dense cache on all of them as the reference."""
         documents = list({document.name: document for found in missing.values() for document in found}.values())
         dense = next((method for method in missing if method.label == DENSE), None)
         wanted = {document.name for document in missing.pop(dense, [])}
@@ -129,10 +134,10 @@ class _Runner:
     def _measure(
         self, method: Method, task: Task, documents: list[Document], dense: dict[str, tuple[Record, Any]]
     ) -> Iterator[tuple[Document, Record, Any]]:
-        """The record of `method` and what it observed, document by document; what fails is a record that says why.
+        """Yields each document with the record of `method` and its observations; failures give records with an error.
 
         Args:
-            dense: by document what this gave for the dense cache; empty for the dense cache itself.
+            dense: record and observations of the dense cache by document; empty for the dense cache itself.
         """
         size = max(1, len(documents)) if task.batches and method.batches else 1
         for start in range(0, len(documents), size):
@@ -146,7 +151,7 @@ class _Runner:
             except EvaluationError:
                 raise
             except Exception as problem:
-                # whatever a cache of another library raises is a result and must not end the run
+                # any error of another library's cache is a result and must not end the run
                 error = one_line(f"{type(problem).__name__}: {problem}")
             seconds = (time.perf_counter() - started) / len(group)
             for document, result in zip(group, results):
@@ -172,7 +177,7 @@ def _record(key: tuple[str, ...], sums: Sums, details: dict[str, Any], dense: Re
     held: HeldBytes = details.pop("held")
     dense_bytes = held.bytes if dense is None else dense.bytes
     if dense is not None and "tokens" in details:
-        # of a dense cache with as many tokens: a method that writes more must not seem to compress less
+        # bytes of a dense cache with as many tokens, as a method that writes more must not seem to compress less
         dense_bytes = round(dense_bytes * details["tokens"] / dense.details["tokens"])
     return Record(
         *key,

@@ -1,4 +1,4 @@
-"""What was said, beside a saved cache, so that a later run can go on from it. Importing it loads no PyTorch."""
+"""Saves a conversation next to a saved cache, so that a later run can continue it. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TALK_NAME = "talk.json"
 
 
 def write_talk(folder: Path, model: str, ids: Sequence[int], first: str | None) -> None:
-    """Writes what `read_talk` reads: the ids of all tokens, the last included, and the first message."""
+    """Writes the token ids of a conversation, the last one included, and its first message."""
     state = {"model": model, "ids": list(ids), "first": first}
     (folder / TALK_NAME).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
 
 def read_talk(folder: Path) -> dict[str, Any]:
-    """`ids` and `first` of a talk, as `Talk` takes them. Raises `EvaluationError` where the folder has none."""
+    """Reads `ids` and `first` of a conversation for `Talk`. Raises `EvaluationError` if the folder has none."""
     path = folder / TALK_NAME
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""One cache of one method, held over the forwards of a document or of several: the calls that users of caches make."""
+"""Sessions: one cache of a method over the forwards of one or several documents."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from transformers.generation import (
 from ..compat import attention_of, passing
 from .methods.base import HeldBytes, Method, attends_fully
 
-# what generate() takes where neither the model nor the caller says
+# default of generate() if neither the model nor the caller sets it
 DEFAULT_TOP_K = 50
 
 
 class Session:
-    """A model with one cache of `method`, batch size 1.
+    """A model with one cache of a method, batch size 1.
 
     Args:
-        tokenizer: needed by `generate` alone.
-        cache, ids: a cache that has seen the tokens `ids` already.
+        model: loaded model.
+        method: method of the cache.
+        tokenizer: tokenizer of the model, needed only by `generate`.
+        cache, ids: cache that has already seen the token ids `ids`; None makes an empty one.
     """
 
     def __init__(
@@ -38,43 +40,42 @@ class Session:
     ) -> None:
         self.model, self.method, self.tokenizer = model, method, tokenizer
         self.cache = method.new_cache(model) if cache is None else cache
-        # all that the cache has seen, which may be more than it holds
+        # all tokens that the cache has seen, which may be more than it holds
         self.ids = list(ids)
 
     @property
     def seen(self) -> int:
-        """How many tokens the cache has seen."""
+        """Number of tokens that the cache has seen."""
         return len(self.ids)
 
     def forward(self, ids: Sequence[int], keep: int = 1) -> Tensor:
         """Runs the model on further tokens.
 
         Args:
-            ids: token ids that follow what the cache has seen.
-            keep: how many of the last positions to return logits of.
+            ids: token ids that follow the tokens seen.
+            keep: number of last positions whose logits are returned.
 
         Returns:
-            [keep, vocabulary] in the model's dtype.
+            Logits, [keep, vocabulary] in the model's dtype.
         """
         positions = torch.arange(self.seen, self.seen + len(ids))
         return self._run(ids, positions, None, keep)
 
     def ask(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Runs the model on several continuations of what the cache has seen, none of which sees another.
+        """Runs the model on several independent continuations of the tokens seen.
 
-        The cache is of no use afterwards: take a `branch`. Where all layers attend to all tokens, by an attention that
-        takes a mask of truth values, they go in at once, kept apart by the mask: one forward instead of many, and the
-        same logits.
+        The cache cannot be used afterwards, so call it on a `branch`. If all layers attend to all tokens and attention
+        takes a bool mask, one forward runs all continuations, separated by the mask. The logits are the same.
 
         Returns:
-            For each of them [tokens, vocabulary].
+            Logits of each continuation, [tokens, vocabulary].
         """
         at_once = self.method.asks_at_once and attends_fully(self.model)
         if not at_once or attention_of(self.model.config) != "sdpa" or len(texts) == 1:
             return [self.branch().forward(ids, keep=len(ids)) for ids in texts]
         sizes = [len(ids) for ids in texts]
         owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        # a last token that sees all others: what it does not see would count as padding
+        # adds a last token that sees all others, as tokens hidden from the last one would count as padding
         owner = torch.cat([owner, owner.new_tensor([len(sizes)])])
         among = (owner[:, None] == owner[None]) | (owner[:, None] == len(sizes))
         past = self.cache.get_seq_length()
@@ -87,10 +88,12 @@ class Session:
 
     @torch.no_grad()
     def generate(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> str:
-        """What the model writes behind `ids`, which follow what the cache has seen; special tokens left out.
+        """Generates text after `ids`, which follow the tokens seen, and returns it without special tokens.
 
         Args:
-            options: of `generate()`, for example to sample; greedy without.
+            ids: token ids that follow the tokens seen.
+            max_new_tokens: maximum number of generated tokens.
+            options: options of Transformers' `generate()`, for example to sample; greedy by default.
         """
         if self.method.drops_tokens:
             return decode_by_forwards(self, ids, max_new_tokens, options)
@@ -98,7 +101,7 @@ class Session:
         prompt = torch.tensor([whole], device=self.model.device)
         options = {"max_new_tokens": max_new_tokens, **options}
         written = _generated(self, prompt, torch.ones_like(prompt), options)[0].tolist()
-        # the last token that is written is not run any more
+        # the last generated token is not run through the model
         self.ids = written[: self.cache.get_seq_length()]
         return self.tokenizer.decode(written[len(whole) :], skip_special_tokens=True)
 
@@ -109,7 +112,7 @@ class Session:
             output = self.model(
                 input_ids=torch.tensor([list(ids)], device=device),
                 attention_mask=None if mask is None else mask.to(device),
-                # a cache that drops tokens must not change the positions of those to come
+                # explicit, as a cache that drops tokens must not change later positions
                 position_ids=positions[None].to(device),
                 **passing(self.cache),
                 use_cache=True,
@@ -119,7 +122,7 @@ class Session:
         return output.logits[0, -keep:]
 
     def branch(self) -> Session:
-        """A session that goes on from here and leaves this one as it is."""
+        """Makes a session that continues from here without changing this one."""
         return Session(self.model, self.method, self.tokenizer, self.method.branch(self.cache), self.ids)
 
     def held(self) -> HeldBytes:
@@ -127,24 +130,24 @@ class Session:
 
 
 class Batch:
-    """A model with one cache of `method` for several documents, padded on the left; the method must have `batches`."""
+    """A model with one cache of a method for several left-padded documents; the method must have `batches`."""
 
     def __init__(self, model: Any, method: Method, tokenizer: Any) -> None:
         self.model, self.method, self.tokenizer = model, method, tokenizer
         self.cache = method.new_cache(model)
         known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad = next(token for token in known if token is not None)
-        # what the cache has seen, [documents, tokens], and which of it is no padding
+        # tokens that the cache has seen, [documents, tokens], and 1 for those that are not padding
         self.ids: Tensor | None = None
         self.mask: Tensor | None = None
-        # how many tokens a cache of its own would have seen of each document
+        # number of tokens that a separate cache would have seen of each document
         self.seen: list[int] = []
 
     @torch.no_grad()
     def forward(self, prompts: Sequence[Sequence[int]]) -> None:
         """Runs the model on further tokens of each document."""
         before = self._add(prompts)
-        # as generate() counts: padding takes no position
+        # as in generate(), padding takes no position
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         with self.method.attached(self.model, self.cache):
             self.model(
@@ -158,13 +161,13 @@ class Batch:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[str]:
-        """What the model writes behind each of `prompts`, as `Session.generate` says; nothing may follow it."""
+        """Generates text after each of `prompts`, as `Session.generate` does. It must be the last call."""
         self._add(prompts)
         length = self.ids.shape[1]
         options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.pad, **options}
         written = _generated(self, self.ids, self.mask, options)[:, length:]
         counts = self._written(written)
-        # the last token that is written is not run any more
+        # the last generated token is not run through the model
         self.seen = (self.mask.sum(-1) + counts - 1).tolist()
         self.mask = torch.cat([self.mask, torch.ones_like(written)], dim=1)
         return [
@@ -172,17 +175,17 @@ class Batch:
         ]
 
     def held(self) -> list[HeldBytes]:
-        """What the documents take after `generate`, in bytes: the whole cache, shared out by tokens.
+        """Returns the memory of each document after `generate`: its share of the cache by tokens.
 
-        A document's share is by the tokens it would have alone: neither padding nor what it gets behind its end, while
-        others are still being written, is among them. Bytes of padding, where a cache holds it, are nobody's.
+        A document counts with the tokens it would have alone, without padding and without tokens after its end while
+        others are still generated. Bytes of stored padding belong to no document.
         """
         whole, length = self.method.held(self.cache), self.cache.get_seq_length()
         stored = length * len(self.seen) if self.method.stores_padding else int(self.mask[:, :length].sum())
         return [whole.share(tokens / stored) for tokens in self.seen]
 
     def _add(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Appends `prompts`, padded on the left; how many tokens there were before."""
+        """Appends left-padded `prompts`, and returns the number of tokens before them."""
         longest = max(len(ids) for ids in prompts)
         rows = [[self.pad] * (longest - len(ids)) + list(ids) for ids in prompts]
         ids = torch.tensor(rows, device=self.model.device)
@@ -196,7 +199,7 @@ class Batch:
         return before
 
     def _written(self, written: Tensor) -> Tensor:
-        """How many tokens each document got before its end, the token that ends it included, [documents]."""
+        """Returns the number of generated tokens of each document, its end token included, [documents]."""
         padding = (written == self.pad).flip(1).cumprod(1).sum(1)
         if self.pad in _ends(self.model.generation_config):
             padding = (padding - 1).clamp(min=0)
@@ -211,11 +214,16 @@ def _generated(holder: Session | Batch, ids: Tensor, mask: Tensor, options: dict
 
 
 def decode_by_forwards(session: Session, ids: Sequence[int], max_new_tokens: int, options: dict[str, Any]) -> str:
-    """The text that `generate()` would write with a cache that counts the tokens it forgets: one forward per token.
+    """Generates text like `generate()`, one forward per token, for caches that do not count the tokens they drop.
 
     Args:
-        ids: token ids that follow what the cache has seen.
-        options: `do_sample` and fields of `GenerationConfig`; further ones are those of the model.
+        session: session whose cache is used.
+        ids: token ids that follow the tokens seen.
+        max_new_tokens: maximum number of generated tokens.
+        options: `do_sample` and fields of `GenerationConfig`; other fields are the model's.
+
+    Raises:
+        ValueError: an option is not a field of `GenerationConfig`.
     """
     config = copy.copy(session.model.generation_config)
     for name, value in options.items():

@@ -1,6 +1,6 @@
-"""One generation with one cache in a process of its own, and the comparison of two such runs.
+"""Runs a generation with one cache in a separate process, to compare two such runs.
 
-A process per cache keeps the figures apart: memory that one run leaves behind is never counted for the other.
+One process per cache keeps the figures separate: memory that one run leaves behind is never counted for the other.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .saved_talk import write_talk
 from .talk import Talk
 
 DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
-# What a user can cause; anything else is a defect and keeps its traceback.
+# errors that a user can cause; any other error is a defect and keeps its traceback
 EXPECTED_ERRORS = (ValueError, OSError, MemoryError, NotImplementedError, HandOverError, torch.OutOfMemoryError)
 WARM_UP_TOKENS = 3
-# as a shell says that a process was ended by SIGPIPE
+# exit code of a process that SIGPIPE ended, as shells report it
 BROKEN_PIPE = 141
-# Ctrl-C reaches both processes; the one that waits says so, this one ends without a word
+# Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
 NEW_PROCESS = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "runpy.run_module('hf_diffkv.evaluation.side_by_side', run_name='__main__')"
@@ -47,27 +47,28 @@ NEW_PROCESS = (
 
 
 class RunError(Exception):
-    """A run that could not be made; the message says why in one line."""
+    """A run failed; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything one run needs.
+    """Settings of one run.
 
     Attributes:
-        turns: the prompt, then what the user adds after each answer.
+        cache: `DYNAMIC` or `DIFFKV`.
+        turns: prompt, then the user's text after each answer.
         chat: whether the turns are messages to a chat model.
-        max_new_tokens: tokens generated per turn.
-        config: fields as `DiffKVCache(model, config)` takes them (DiffKV only).
+        max_new_tokens: maximum number of tokens generated per turn.
+        config: fields for `DiffKVCache(model, config)` (DiffKV only).
         system: system message of a chat; None leaves it to the template.
-        sampling: further arguments of `generate()`, used where `sample` is True.
-        picture: where to plot the levels; None for no picture.
-        stream: whether the text goes to stdout while it is generated.
-        echo: whether what the user added goes there as well; answers are kept apart by newlines otherwise.
-        quiet: no progress bar.
-        start: `ids` and `first` of a talk to go on from, as `Talk` takes them; empty where the first turn begins one.
-        load_cache: the folder of a saved cache that has seen these ids (DiffKV only; others read them again).
-        save_cache: where to save the cache and the talk (DiffKV only).
+        sampling: further arguments of `generate()`, used if `sample` is True.
+        picture: path of a plot of the levels; None for no plot.
+        stream: whether to print the text to stdout while it is generated.
+        echo: whether to also print the user's text; else newlines separate the answers.
+        quiet: whether to hide the progress bar.
+        start: `ids` and `first` of a conversation to continue, as in `Talk`; empty to begin one.
+        load_cache: folder of a saved cache that has seen these ids (DiffKV only; others read them again).
+        save_cache: folder to save the cache and the conversation to (DiffKV only).
     """
 
     cache: str
@@ -93,18 +94,23 @@ class Job:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What one run did.
+    """Result of one run.
 
     Attributes:
-        text: all that followed the prompt; answers: what the model wrote in each turn; generated: its token ids.
-        cache_bytes: what the cache really holds; dense_bytes: what a dense one of the same tokens would (DiffKV only);
-            payload_bytes: codes and window alone (DiffKV only).
-        peak_bytes: highest memory of the process or device; above_model_bytes: the same less what the loaded model
-            took; peak_source: how they were measured. None where the platform cannot tell.
+        text: all text after the prompt.
+        answers: text that the model generated in each turn.
+        generated: token ids that the model generated in each turn.
+        cache_bytes: memory of the cache.
+        dense_bytes: memory of a dense cache of the same tokens (DiffKV only).
+        payload_bytes: bytes of codes and window alone (DiffKV only).
+        peak_bytes: peak memory of the process or device; None if the platform cannot tell.
+        above_model_bytes: peak memory less the memory of the loaded model; None if the platform cannot tell.
+        peak_source: description of the kind of measurement.
         prompt_seconds: time to the first token of the first turn.
-        tokens_per_second: of decoding, first tokens of turns left out; None if there was nothing else.
-        levels: tokens per level over layers, heads and requests (DiffKV only); layers: the same per layer and head.
-        num_layers: layers of the cache, compressed or not.
+        tokens_per_second: decoding speed, without the first token of each turn; None if there were no others.
+        levels: number of tokens by level over layers, heads and requests (DiffKV only).
+        layers: token counts per layer and head (DiffKV only).
+        num_layers: number of layers of the cache, compressed or not.
         config: fields of the cache's `DiffKVConfig` (DiffKV only).
     """
 
@@ -139,7 +145,7 @@ def run_in_fresh_process(job: Job) -> FinishedRun:
     with tempfile.TemporaryDirectory() as folder:
         job_path, run_path = Path(folder, "job.json"), Path(folder, "run.json")
         job_path.write_text(json.dumps(dataclasses.asdict(job)))
-        # at the end, so that whatever the caller put first stays first
+        # appended, so that the caller's paths stay first
         package = str(Path(__file__).resolve().parents[1])
         paths = [path for path in (os.environ.get("PYTHONPATH"), package) if path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -173,7 +179,7 @@ def execute_here(job: Job) -> FinishedRun:
 
 
 def execute(job: Job) -> FinishedRun:
-    """Runs `job` in this process; what goes wrong is raised as it is."""
+    """Runs `job` in this process, without converting errors."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(job.device).eval()
@@ -221,7 +227,7 @@ def _new_cache(model: Any, job: Job) -> Any:
 
 
 def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
-    """First calls pay for kernels and thread pools; they must not fall into the measured time."""
+    """Runs first calls, which set up kernels and thread pools, outside the measured time."""
     cache = _new_cache(model, job)
     config = cache.config if job.cache == DIFFKV else DiffKVConfig()
     window = config.window + config.sinks
@@ -231,7 +237,7 @@ def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
 
 
 def _held(cache: Any, job: Job) -> dict[str, Any]:
-    """The part of a `FinishedRun` that describes what the cache holds; draws the picture."""
+    """Returns the fields of `FinishedRun` about the cache's contents, and draws the plot."""
     if job.cache == DYNAMIC:
         return {"cache_bytes": bytes_of_layers(cache), "payload_bytes": None}
     report = cache.memory()
@@ -253,15 +259,15 @@ def _held(cache: Any, job: Job) -> dict[str, Any]:
 
 
 def bytes_of_layers(cache: DynamicCache) -> int:
-    """What all layers hold, linear ones included."""
+    """Returns the bytes of all layers, linear ones included."""
     tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
 
 
 class _TimedStreamer(TextStreamer):
-    """Notes when each token arrived; prints the text, or a progress bar where the text is not wanted.
+    """Streamer that notes the arrival time of each token, and prints the text or a progress bar.
 
-    `generate()` hands over each token on the host, so the clock also covers the device's work.
+    `generate()` passes each token on the host, so the times include the device's work.
     """
 
     def __init__(self, tokenizer: Any, job: Job) -> None:
@@ -285,7 +291,7 @@ class _TimedStreamer(TextStreamer):
         super().put(value)
 
     def say(self, text: str) -> None:
-        """Shows what the user added."""
+        """Prints the user's text."""
         if self.echo:
             self.write(text)
         elif not self.ends:
@@ -322,7 +328,7 @@ def _main(job_path: str, run_path: str) -> None:
     try:
         result = dataclasses.asdict(execute(job))
     except BrokenPipeError:
-        # whoever read the text has had enough
+        # the reader of the text has closed the pipe
         os._exit(BROKEN_PIPE)
     except EXPECTED_ERRORS as error:
         result = {"error": one_line(error)}

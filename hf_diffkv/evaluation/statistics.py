@@ -1,4 +1,4 @@
-"""Figures over documents, with their uncertainty: the bootstrap draws documents, the same ones for every method."""
+"""Means over documents with confidence intervals, by a bootstrap that draws the same documents for every method."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Estimate:
     """A mean over documents.
 
     Attributes:
-        total, weight: what it is the quotient of.
-        low, high: the interval that holds it with `CONFIDENCE`, by the percentile bootstrap over documents; equal to
-            the mean where there is one document, which says nothing about others.
+        total, weight: sum and weight, whose quotient is the mean.
+        low, high: confidence interval at `CONFIDENCE`, by the percentile bootstrap over documents; equal to the mean
+            for a single document, which tells nothing about others.
     """
 
     total: float
@@ -32,14 +32,14 @@ class Estimate:
 
 
 def estimate(sums: Sequence[tuple[float, float]]) -> Estimate:
-    """The mean of documents given as (sum, weight). Raises `ValueError` where there are none."""
+    """Estimates the mean of documents given as (sum, weight). Raises `ValueError` if there are none."""
     values = np.asarray(sums, dtype=float).reshape(-1, 2)
     low, high = _interval(_means(_draws(len(values)), values))
     return Estimate(float(values[:, 0].sum()), float(values[:, 1].sum()), low, high)
 
 
 def _draws(count: int) -> np.ndarray:
-    """How often each document is in each resample, [RESAMPLES, count]; the same for all methods."""
+    """Draws how often each document is in each resample, [RESAMPLES, count]; the same for all methods."""
     if not count:
         raise ValueError("there are no documents to take a mean of.")
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES).astype(float)

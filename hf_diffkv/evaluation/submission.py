@@ -1,4 +1,4 @@
-"""What a run measured in one file, which others can show beside their own (benchmarks/quality/gallery.py)."""
+"""Submissions: the figures of a run in one file, to be shown with those of others (benchmarks/quality/gallery.py)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ SUBMISSION_FORMAT = 1
 
 @dataclass(frozen=True)
 class SubmissionEntry:
-    """One method on one task.
+    """Figures of one method on one task.
 
     Attributes:
-        documents: how many; digest: of all their contents, equal where two entries are of the same ones.
-        bytes, payload_bytes, dense_bytes: as of `Record`, summed over documents; payload is None where unknown.
-        simulated: bytes are computed, and not held.
-        metrics: by name.
+        documents: number of documents.
+        digest: digest of the contents of all documents, equal for entries with the same documents.
+        bytes, payload_bytes, dense_bytes: bytes as in `Record`, summed over documents; payload is None if unknown.
+        simulated: whether bytes were computed instead of measured.
+        metrics: estimates by name of the metric.
         environment: versions, hardware, commit.
     """
 
@@ -47,7 +48,7 @@ class SubmissionEntry:
 
 @dataclass(frozen=True)
 class Submission:
-    """A run: its model and settings, and an entry for each method and task."""
+    """Model and settings of a run, and an entry for each method and task."""
 
     model: str
     dtype: str
@@ -58,10 +59,11 @@ class Submission:
 
 
 def submission_of(records: Iterable[Record], settings: dict[str, Any]) -> Submission:
-    """The entries of a run; methods that failed on a document of a task, or whose bytes are unknown, have none for it.
+    """Makes the submission of a run, without methods that failed on a document of a task or whose bytes are unknown.
 
     Args:
-        settings: as of `RunFolder`.
+        records: records of the run.
+        settings: settings of the run's `RunFolder`.
     """
     by_key: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -94,7 +96,7 @@ def _entry(records: list[Record]) -> SubmissionEntry:
 
 
 def write_submission(submission: Submission, path: Path) -> None:
-    """Raises `EvaluationError` where there is nothing to submit, or the file cannot be written."""
+    """Writes a file. Raises `EvaluationError` if there is nothing to submit, or the file cannot be written."""
     if not submission.entries:
         raise EvaluationError("there is nothing to submit: no method ran without an error on all documents of a task.")
     try:

@@ -1,4 +1,4 @@
-"""Turns of a talk: user messages as the text that a chat model reads, and a model that answers them on one cache."""
+"""Conversations: turns as the text that a chat model reads, and a model that answers them on one cache."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ ANSWER = "(answer)"
 
 
 def chat_turns(tokenizer: Any, messages: Sequence[str], system: str | None = None) -> list[str]:
-    """What is to be appended before each answer: the first message with all that the template puts around it, then
-    the end of the answer before and the next message.
+    """Returns the text to append before each answer.
 
-    Special tokens are written out, so the text is to be tokenised without adding any.
+    It is the first message with everything that the template adds, then for each further message the end of the
+    previous answer and the message.
+
+    Special tokens are written out, so the text must be tokenised without adding any.
 
     Args:
-        system: the system message that goes first; None leaves it to the template.
+        tokenizer: tokenizer with a chat template.
+        messages: user messages.
+        system: system message that comes first; None leaves it to the template.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that does not show every answer as it is.
+        ValueError: the tokenizer has no chat template, or one that does not show every answer unchanged.
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; only models that were trained to chat have one.")
@@ -40,14 +44,15 @@ def chat_turns(tokenizer: Any, messages: Sequence[str], system: str | None = Non
 
 
 class Talk:
-    """A model that goes on from one cache, turn by turn.
+    """A conversation with a model on one cache, turn by turn.
 
     Args:
-        cache: an empty cache, or one that has seen all of `ids` but the last.
-        chat: whether turns are messages, to be set by the tokenizer's chat template, or text to be continued as it is.
-        system: of a chat, see `chat_turns`.
-        ids: token ids to go on from.
-        first: with `ids`, the message they began with.
+        model, tokenizer: loaded model and its tokenizer.
+        cache: empty cache, or one that has seen all of `ids` but the last.
+        chat: whether turns are messages for the tokenizer's chat template, instead of text to continue.
+        system: system message of a chat (`chat_turns`).
+        ids: token ids to continue from.
+        first: message with which `ids` begin.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class Talk:
         self.ids = torch.tensor([list(ids)], dtype=torch.int64, device=model.device)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids that the turn `text` appends. Raises `ValueError` as `chat_turns`."""
+        """Returns the token ids that the turn `text` appends. Raises `ValueError` like `chat_turns`."""
         if not self.chat:
             return self.tokenizer(text, add_special_tokens=not self.ids.numel()).input_ids
         messages = [text] if self.first is None else [self.first, text]
@@ -77,13 +82,14 @@ class Talk:
         return added[1:] if ended else added
 
     def answer(self, text: str, **options: Any) -> list[int]:
-        """Token ids that the model writes behind the turn `text`.
+        """Returns the token ids that the model generates after the turn `text`.
 
         Args:
-            options: of `generate()`.
+            text: text or message of the user.
+            options: options of `generate()`.
 
         Raises:
-            ValueError: as `chat_turns`; nothing has changed then.
+            ValueError: raised by `chat_turns`; the conversation is then unchanged.
         """
         added = torch.tensor([self.encode(text)], dtype=torch.int64, device=self.ids.device)
         self.first = text if self.first is None else self.first
@@ -93,6 +99,6 @@ class Talk:
         return written[0, ids.shape[1] :].tolist()
 
     def reset(self) -> None:
-        """Forgets everything that was said."""
+        """Forgets the conversation and empties the cache."""
         self.cache.reset()
         self.ids, self.first = self.ids[:, :0], None

@@ -1,4 +1,4 @@
-"""Time per generated token of several caches that take turns in one process, so that they share what else goes on."""
+"""Measures the time per generated token of several caches in turns, so that other load affects all alike."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from .methods import METHODS, Method, get_method
 from .methods.transformers_caches import STATIC, StaticMethod
 from .session import Session
 
-# steps that pay for kernels and thread pools
+# first steps, which set up kernels and thread pools
 WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One cache.
+    """Times of one cache.
 
     Attributes:
-        prompt_seconds: of the whole prompt, at once.
-        ms_per_token: median of the steps; ms_quartiles: the first and the third quarter of them.
-        bytes: what the cache held after the prompt.
+        name: label of the method.
+        prompt_seconds: seconds of the whole prompt, in one forward.
+        ms_per_token: median of the steps.
+        ms_quartiles: first and third quartile of the steps.
+        bytes: memory of the cache after the prompt.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Timing:
 
 
 def timed_method(name: str, tokens: int) -> Method:
-    """The method called `name`, or `static`, for `tokens` tokens. Raises `EvaluationError` where there is none."""
+    """Makes the method `name`, or `static`, for `tokens` tokens. Raises `EvaluationError` if there is none."""
     if name == STATIC:
         return StaticMethod(tokens)
     family = name.partition(":")[0]
@@ -54,11 +56,14 @@ def time_steps(
     steps: int,
     report: Callable[[str], None] = lambda message: None,
 ) -> list[Timing]:
-    """Runs the same prompt and the same further tokens with every method.
+    """Times every method on the same prompt and further tokens.
 
     Args:
-        ids: prompt, then `WARM_UP + steps` tokens.
-        report: told what is being done.
+        model: loaded model.
+        methods: methods to time.
+        ids: token ids of the prompt, then of `WARM_UP + steps` tokens.
+        steps: number of timed steps.
+        report: function that gets progress messages.
     """
     prompt, rest = list(ids[: -WARM_UP - steps]), list(ids[-WARM_UP - steps :])
     sessions, prompt_seconds, held = [], [], []
@@ -83,7 +88,7 @@ def time_steps(
 
 @torch.no_grad()
 def _timed(session: Session, ids: list[int]) -> float:
-    """Seconds of one forward; switching the attention implementation is not counted."""
+    """Returns the seconds of one forward, without switching the attention implementation."""
     device = session.model.device
     arguments = {
         "input_ids": torch.tensor([ids], device=device),

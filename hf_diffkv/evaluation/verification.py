@@ -1,4 +1,4 @@
-"""Whether a configuration is right and good enough for a model: its predictions against the dense cache's."""
+"""Verifies a configuration for a model, by comparing its predictions with the dense cache's."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from .methods import Method
 from .session import Session
 from .tasks import Document
 
-# tokens that come one by one, as generation runs them, before the rest comes at once
+# tokens run one by one, as in generation, before the rest is run at once
 DECODED = 16
-# KL in nats that rounding in half precision alone brings about
+# KL in nats that rounding in half precision alone causes
 ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method on all documents.
+    """Result of one method over all documents.
 
     Attributes:
-        kl: mean KL(dense || method) of the next token, nats.
-        top1: share of positions at which both find the same token likeliest.
-        bytes, dense_bytes: what the caches held of the prompts.
+        name: name of the method.
+        kl: mean KL(dense || method) of the next token, in nats.
+        top1: share of positions with the same most likely token.
+        bytes, dense_bytes: memory of the caches after the prompts.
     """
 
     name: str
@@ -49,10 +50,14 @@ def measure(
     documents: Iterable[Document],
     expected: Iterable[tuple[Tensor, int]],
 ) -> Outcome:
-    """Runs `method` on all documents, teacher-forced.
+    """Measures `method` on all documents, teacher-forced.
 
     Args:
-        expected: what `follow` gave for the dense cache, document by document.
+        model: loaded model.
+        name: name of the method in the result.
+        method: method to measure.
+        documents: documents with a continuation.
+        expected: results of `follow` with the dense cache, document by document.
     """
     kl = top1 = count = 0.0
     held = whole = 0
@@ -65,7 +70,7 @@ def measure(
 
 
 def follow(model: Any, method: Method, document: Document) -> tuple[Tensor, int]:
-    """The logits that a method gives behind the prompt, [positions, vocabulary], and its bytes after the prompt."""
+    """Returns a method's logits after the prompt, [positions, vocabulary], and its bytes after the prompt."""
     session = Session(model, method)
     session.forward(document.context)
     held = session.held().bytes

@@ -1,1 +1,1 @@
-"""What is known of a model's heads before it runs."""
+"""Recognition of models, to find measurements of their heads before they run."""

@@ -1,7 +1,7 @@
-"""A model's mark: what is left of its identity when its weights are quantised, merged with adapters, or fine-tuned.
+"""A model's mark, which identifies it even after quantisation, merging of adapters or fine-tuning.
 
-It has the model's type, the shapes of its heads, and samples of its normalisation weights. Quantised copies keep these
-weights as they are, and a fine-tune moves them little. Two models trained apart have nothing in common there.
+A mark has the model's type, its head shapes, and samples of its normalisation weights. Quantised copies keep these
+weights, and fine-tuning changes them little. Separately trained models have unrelated ones.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from .weights import SAMPLES, samples_of
 
-# up to here two marks differ by rounding, and up to there by a fine-tune (docs/calibration.md has what was measured)
+# largest distances of marks by rounding alone, and by fine-tuning (docs/calibration.md has the measurements)
 SAME, RELATIVE = 0.005, 0.2
-# a weight whose spread is a smaller share of its norm counts as constant, as all are in a model that nobody trained
+# a weight whose spread is below this share of its norm counts as constant, as all are in an untrained model
 FLAT = 1 / 64
 ELEMENT_BYTES = 2
 
@@ -29,11 +29,12 @@ class Mark:
     """Samples of a model's normalisation weights.
 
     Attributes:
-        kind: 16 hexadecimal digits, of the model's type, its head shapes, and the names and shapes of these weights.
+        kind: digest of the model's type, its head shapes, and the names and shapes of these weights, 16 hexadecimal
+            digits.
         samples: little-endian bfloat16 [weights, SAMPLES], in the order of the weights' names.
 
     Raises:
-        ValueError: samples of another form.
+        ValueError: the samples have another size.
     """
 
     kind: str
@@ -45,14 +46,14 @@ class Mark:
 
     @classmethod
     def of(cls, model_config: Any, norms: Mapping[str, Any]) -> Mark | None:
-        """The mark of a model.
+        """Computes the mark of a model.
 
         Args:
-            model_config: its configuration.
-            norms: its normalisation weights by name (`heads.weights.norms_of`), with data.
+            model_config: configuration of the model.
+            norms: normalisation weights by name (`heads.weights.norms_of`), with data.
 
         Returns:
-            None where fewer than half of these weights vary within themselves: they do not tell models apart.
+            The mark; None if fewer than half of these weights vary, so that they cannot tell models apart.
         """
         import torch
 
@@ -68,10 +69,11 @@ class Mark:
         return cls(kind, samples.view(torch.int16).numpy().astype("<i2").tobytes())
 
     def distance(self, other: Mark) -> float:
-        """How far two marks are apart: 0 for equal ones, about 1.4 for models trained apart, infinite for another kind.
+        """Returns the distance of two marks.
 
-        The root mean square over all weights of |a - b| / s, where s is the larger of both norms about the mean.
-        Weights are all positive in most models, so an angle between them would be small whatever they are.
+        It is 0 for equal marks, about 1.4 for separately trained models, and infinite for another kind. It is the root
+        mean square over all weights of |a - b| / s, with s the larger of both norms about the mean. An angle would not
+        do: weights are all positive in most models, so it would always be small.
         """
         if self == other:
             return 0.0
@@ -84,19 +86,19 @@ class Mark:
         return float(shares.square().mean().sqrt())
 
     def to_dict(self) -> dict[str, str]:
-        """Plain values for JSON."""
+        """Returns plain values for JSON."""
         return {"kind": self.kind, "samples": base64.b64encode(self.samples).decode()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, str]) -> Mark:
-        """Reads what `to_dict` gave. Raises `ValueError` for anything else."""
+        """Builds a mark from the values of `to_dict`. Raises `ValueError` for other values."""
         try:
             return cls(values["kind"], base64.b64decode(values["samples"], validate=True))
         except (KeyError, TypeError, binascii.Error) as error:
             raise ValueError(f"this is no mark of a model: {error}.") from error
 
     def _tensor(self) -> Any:
-        """float32 [weights, SAMPLES]."""
+        """Returns the samples as float32 [weights, SAMPLES]."""
         import numpy
         import torch
 
@@ -109,17 +111,17 @@ def _spread(samples: Any) -> Any:
 
 
 def _varies(samples: Any) -> Any:
-    """Whether each weight is other than constant, bool [weights]."""
+    """Returns which weights are not constant, bool [weights]."""
     return _spread(samples) > FLAT * samples.norm(dim=1)
 
 
 def _heads_of(text_config: Any) -> list[Any]:
-    """Type, number of layers and head shapes of a model."""
+    """Returns type, number of layers and head shapes of a model."""
     query_heads = getattr(text_config, "num_attention_heads", None)
     heads = getattr(text_config, "num_key_value_heads", None) or query_heads
     dim = getattr(text_config, "head_dim", None)
     if dim is None and query_heads:
         dim = text_config.hidden_size // query_heads
     found = [text_config.model_type, getattr(text_config, "num_hidden_layers", None), query_heads, heads, dim]
-    # some configurations have lists, or values of a class of their own
+    # some configurations have lists or values of their own classes
     return [value if isinstance(value, (int, str, type(None))) else str(value) for value in found]

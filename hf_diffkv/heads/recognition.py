@@ -1,4 +1,4 @@
-"""Recognises a model among those that were measured: by a digest of its weights, and by its mark."""
+"""Recognises measured models by a digest of the weights, and by a mark."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 from .mark import RELATIVE, Mark
 from .weights import files_digest, model_digest, norms_in_files, norms_of
 
-# what files call a mark, in JSON and in the metadata of safetensors
+# key of a mark in JSON files and in the metadata of safetensors files
 MARK_KEY = "mark"
-# files of measurements whose marks are held at once
+# number of files of measurements whose marks are cached
 MOST_FILES = 4096
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is recognised by.
+    """Properties by which a model is recognised.
 
     Attributes:
-        digest: of all its weights; None where they cannot be read.
-        mark: of its normalisation weights; None where they tell nothing.
+        digest: digest of all weights; None if they cannot be read.
+        mark: mark of the normalisation weights; None if they cannot tell models apart.
     """
 
     digest: str | None
@@ -38,11 +38,11 @@ _identities: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionar
 
 
 def identity_of(model: Any) -> Identity:
-    """The identity of a model, found once.
+    """Returns the identity of a model, which is computed once.
 
     Args:
-        model: a loaded one; one whose weights are offloaded, or on the meta device, is known by safetensors files on
-            this machine. For a configuration or a name, and for a rank's part of a model, nothing is known.
+        model: loaded model. If its weights are offloaded or on the meta device, its safetensors files on this machine
+            are read. Configurations, names and a rank's part of a model have an empty identity.
     """
     if not hasattr(model, "named_parameters") or not hasattr(getattr(model, "config", None), "get_text_config"):
         return _UNKNOWN
@@ -53,7 +53,7 @@ def identity_of(model: Any) -> Identity:
 
 
 def mark_of(model: Any) -> Mark | None:
-    """The mark of a model, of its weights or those in its files; None where they tell nothing."""
+    """Returns the mark of a model, from its weights or from its files, or None."""
     norms: dict[str, Any] | None = norms_of(model)
     if any(weight.is_meta for weight in (norms or {}).values()):
         folder = folder_of(model)
@@ -62,10 +62,11 @@ def mark_of(model: Any) -> Mark | None:
 
 
 def marks_in(folder: Path, suffix: str) -> list[tuple[Path, Mark]]:
-    """Files of measurements in a folder and their marks, the newest first; files without a mark are left out.
+    """Returns the files of measurements in a folder with their marks, newest first, without files that have no mark.
 
     Args:
-        suffix: ".json" for what heads lose, ".safetensors" for moments of queries.
+        folder: folder to search.
+        suffix: ".json" for losses of heads, ".safetensors" for moments of queries.
     """
     try:
         states = [(path, path.stat()) for path in folder.iterdir() if path.suffix == suffix]
@@ -80,7 +81,7 @@ def marks_in(folder: Path, suffix: str) -> list[tuple[Path, Mark]]:
 
 
 def nearest(mark: Mark, known: Iterable[tuple[Path, Mark]]) -> tuple[Path, float] | None:
-    """The file whose mark is nearest, and its distance; the first of several, None where none is a relative's."""
+    """Returns the first file with the nearest mark and its distance; None if none belongs to a relative."""
     best: tuple[Path, float] | None = None
     for path, other in known:
         distance = mark.distance(other)
@@ -90,12 +91,12 @@ def nearest(mark: Mark, known: Iterable[tuple[Path, Mark]]) -> tuple[Path, float
 
 
 def loaded_from(model: Any) -> str:
-    """The folder or repository of a loaded model; empty where it has none, or it is only a configuration or a name."""
+    """Returns the folder or repository of a loaded model; empty if unknown, or for configurations and names."""
     return getattr(getattr(model, "config", None), "name_or_path", "")
 
 
 def folder_of(model: Any) -> Path | None:
-    """Where the files of a model are on this machine: its folder, or what the Hub's cache has of its repository."""
+    """Returns the folder of a model's files on this machine: its own, or that of the Hub's cache, or None."""
     name = loaded_from(model)
     if not name:
         return None
@@ -104,7 +105,7 @@ def folder_of(model: Any) -> Path | None:
 
 
 def known_of_the_hub(repo: str, file: str) -> str | None:
-    """The path of a file that the Hub's cache has."""
+    """Returns the path of a file in the Hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -125,7 +126,7 @@ def _digest(model: Any) -> str | None:
 
 @lru_cache(MOST_FILES)
 def _mark_in(path: Path, changed: int, size: int) -> Mark | None:
-    """The mark in a file that was changed at a time; None for another file."""
+    """Returns the mark in a file, or None; `changed` and `size` make a changed file be read again."""
     from safetensors import SafetensorError, safe_open
 
     try:

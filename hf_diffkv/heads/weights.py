@@ -1,4 +1,4 @@
-"""Weights that identify a model: of a loaded one, or in safetensors files, of which little is read."""
+"""Weights that identify a model, from a loaded model or from a few elements of safetensors files."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-# elements of each parameter that tell a model's weights from another's
+# number of elements of each parameter that enter a digest
 SAMPLES = 32
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
-# modules of PEFT, torch.compile, FSDP and activation checkpointing around a model's own
+# modules with which PEFT, torch.compile, FSDP and activation checkpointing wrap a model's own
 _WRAPPERS = {"_orig_mod", "base_layer", "original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # PEFT's trained copies of a module
 _COPIES = "modules_to_save"
 _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)")
-# parts of a model that are no decoder of text
+# parts of a model outside the text decoder
 _OTHER_PARTS = re.compile(r"vision|visual|audio|image|speech|video|projector|^mtp")
 
 
 def norm_name(parameter: str) -> str | None:
-    """The name of a normalisation weight within the decoder: "layers.3.input_layernorm", "norm".
+    """Returns the name of a normalisation weight within the decoder, such as "layers.3.input_layernorm" or "norm".
 
-    It is the same for a model, for one that PEFT or `torch.compile` wraps, and in files.
+    The name is the same for a plain model, for one wrapped by PEFT or `torch.compile`, and in files.
 
     Returns:
-        None for any other parameter, and for those of vision and audio towers.
+        The name; None for other parameters, and for those of vision and audio towers.
     """
     *modules, last = [part for part in parameter.split(".") if part not in _WRAPPERS]
     if last != "weight" or not modules or _COPIES in modules or not _NORM.search(modules[-1].lower()):
@@ -41,7 +41,7 @@ def norm_name(parameter: str) -> str | None:
 
 
 def norms_of(model: Any) -> dict[str, Any]:
-    """The normalisation weights of a model by `norm_name`; the first of those that share a name."""
+    """Returns the normalisation weights of a model by `norm_name`; the first one if several share a name."""
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         short = norm_name(name)
@@ -51,13 +51,14 @@ def norms_of(model: Any) -> dict[str, Any]:
 
 
 def norms_in_files(model: Any, folder: Path) -> dict[str, Any] | None:
-    """The weights that `norms_of` a model will be once they are loaded from the safetensors files of a folder.
+    """Reads from the safetensors files of a folder the weights that `norms_of` the loaded model would return.
 
     Args:
-        model: may be on the meta device.
+        model: model, which may be on the meta device.
+        folder: folder of the files.
 
     Returns:
-        None where the files do not have all of them in their shapes.
+        Weights by name; None if the files do not have all of them with their shapes.
     """
     own = {name for name, _ in model.named_parameters()}
     with _opened(folder) as places:
@@ -77,14 +78,14 @@ def norms_in_files(model: Any, folder: Path) -> dict[str, Any] | None:
 
 
 def model_digest(model: Any) -> str:
-    """16 hexadecimal digits: of the shapes of all parameters and of some of their elements.
+    """Returns a digest of the shapes of all parameters and of some elements, 16 hexadecimal digits.
 
-    SHA-256 over each parameter in the model's order, tied ones once: its shape as decimal numbers, then `SAMPLES`
-    elements, evenly spaced from the first to the last, as little-endian float32. So a model in bfloat16 has the digest
-    that it has when it is loaded in float32.
+    It is SHA-256 over all parameters in the model's order, tied ones once: the shape as decimal numbers, then `SAMPLES`
+    elements, evenly spaced from the first to the last, as little-endian float32. So a model stored in bfloat16 has the
+    same digest if it is loaded in float32.
 
     Raises:
-        ValueError: parameters without data, on the meta device for example.
+        ValueError: a parameter has no data, for example on the meta device.
     """
     parameters = list(model.named_parameters())
     for name, parameter in parameters:
@@ -94,13 +95,14 @@ def model_digest(model: Any) -> str:
 
 
 def files_digest(model: Any, folder: Path) -> str | None:
-    """The digest that a model will have once its weights are loaded from safetensors files.
+    """Computes the digest that a model will have once its weights are loaded from safetensors files.
 
     Args:
-        model: may be on the meta device.
+        model: model, which may be on the meta device.
+        folder: folder of the files.
 
     Returns:
-        None where the files do not have all parameters under their names and in their shapes.
+        The digest; None if the files do not have all parameters with their names and shapes.
     """
     parameters = list(model.named_parameters())
     with _opened(folder) as places:
@@ -113,8 +115,8 @@ def files_digest(model: Any, folder: Path) -> str | None:
 
 
 def samples_of(weight: Any, count: int) -> Any:
-    """`count` elements of a tensor, evenly spaced from the first to the last, float32 [count]."""
-    # configurations know no tensors otherwise, and importing them must not load PyTorch
+    """Returns `count` elements of a tensor, evenly spaced from the first to the last, float32 [count]."""
+    # imported here, as importing configurations must not load PyTorch
     import torch
 
     flat = weight.detach().reshape(-1)
@@ -124,7 +126,7 @@ def samples_of(weight: Any, count: int) -> Any:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any] | None]:
-    """The open file of each tensor in a folder, by its name; None where a file cannot be read."""
+    """Opens the files of a folder and yields the open file of each tensor by name; None if a file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as opened:
@@ -140,7 +142,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that `from_pretrained` reads; all of a folder that has other names."""
+    """Returns the files that `from_pretrained` reads, or all safetensors files if they have other names."""
     index = folder / INDEX_NAME
     if index.is_file():
         try:

@@ -11,24 +11,25 @@ from ..cache.snapshot import CacheFileError, Snapshot
 from .hierarchy import Hierarchy, Requests
 from .tiers import MemoryTier, Rank
 
-# share of a tier of memory above which prefixes move down before they have to (CaR)
+# share of a memory tier above which prefixes move down early (CaR)
 FULL = 0.9
 _logger = logging.getLogger("hf_diffkv")
 
 
 class Background:
-    """Moves down what is used least where memory is almost full, and up what requests that wait will use.
+    """Moves the least used prefixes down if memory is almost full, and prefixes of waiting requests up.
 
-    Files are read and written, and tensors copied, without the lock of the store, so that others may go on. The lock of
-    the folder is never held while that of the store is waited for.
+    Files are read and written, and tensors copied, without the store's lock, so that other threads can continue. The
+    folder's lock is never held while waiting for the store's lock.
 
     Args:
-        tiers: where prefixes are.
-        requests: that wait and are under way.
-        lock: of the store, held by whoever changes either.
+        tiers: tiers with the prefixes.
+        requests: waiting and running requests.
+        lock: the store's lock, which protects both.
 
     Attributes:
-        offloaded, loaded_ahead: prefixes moved down and up so far. bytes_read: what the latter took out of each tier.
+        offloaded, loaded_ahead: number of prefixes moved down and up so far.
+        bytes_read: bytes of the prefixes moved up, by the tier they were read from.
     """
 
     def __init__(self, tiers: Hierarchy, requests: Requests, lock: Any) -> None:
@@ -36,20 +37,20 @@ class Background:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._users = 0
-        # what is next: names to be brought up, and whether some tier may be too full
+        # next work: names to move up, and whether some tier may be too full
         self._wanted: list[str] = []
         self._look = self._busy = False
-        # whether a tier may be too full of what requests wait for
+        # whether a tier may be too full of prefixes that requests wait for
         self._held_back = False
         self._loading: str | None = None
-        # brought up or not, once is enough; and what no lower tier takes
+        # prefixes that were tried to move up, which happens once; and prefixes that no lower tier takes
         self._tried: set[str] = set()
         self._stuck: set[str] = set()
         self.offloaded = self.loaded_ahead = 0
         self.bytes_read = {tier.name: 0 for tier in tiers.tiers}
 
     def start(self) -> None:
-        """Starts the thread, unless it runs."""
+        """Starts the thread unless it runs."""
         with self._changed:
             self._users += 1
             if self._thread is None:
@@ -58,7 +59,7 @@ class Background:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread once every `start` has been answered by a `stop`; returns when it has ended."""
+        """Ends the thread with the last `stop` of as many `start`s, and waits for its end."""
         with self._changed:
             self._users = max(0, self._users - 1)
             if self._users or self._thread is None:
@@ -66,26 +67,26 @@ class Background:
             thread, self._thread = self._thread, None
             self._wanted.clear()
             self._changed.notify_all()
-        # a store may be collected by its own thread
+        # the store may be garbage-collected in this very thread
         if thread is not threading.current_thread():
             thread.join()
 
     def close(self) -> None:
-        """Ends the thread, whoever uses it."""
+        """Ends the thread even if others still use it."""
         self._users = 0
         self.stop()
 
     def wake(self) -> None:
-        """Says that something came into a tier."""
+        """Notifies the thread that a prefix was added to a tier."""
         with self._changed:
             self._look = True
             self._stuck.clear()
             self._changed.notify_all()
 
     def want(self, names: Sequence[str]) -> None:
-        """Has prefixes brought into the first tier, where they find room, in place of those that were wanted before.
+        """Asks the thread to move prefixes into the first tier if there is room, instead of those of the last call.
 
-        Each is tried once, until it is not among `names` any more.
+        Each is tried once as long as it stays among `names`.
         """
         with self._changed:
             self._tried.intersection_update(names)
@@ -95,7 +96,7 @@ class Background:
                 self._changed.notify_all()
 
     def is_loading(self, name: str) -> bool:
-        """Whether a prefix is being brought up, or is going to be."""
+        """Returns whether a prefix is being moved up, or will be."""
         with self._changed:
             return name == self._loading or name in self._wanted
 
@@ -126,24 +127,25 @@ class Background:
                     with self._changed:
                         self._look = True
             except Exception:
-                # the request will be computed, or read its prefix itself
+                # the request is computed, or reads its prefix itself
                 _logger.exception("a stored prefix could not be moved")
 
     def _offload(self) -> bool:
-        """Moves one prefix down from the lowest tier of memory that is too full; whether there was one to move."""
+        """Moves one prefix down from the lowest memory tier that is too full, and returns whether there was one."""
         memory = self._tiers.memory
         return any(self._move_down(depth, int(FULL * memory[depth].limit)) for depth in reversed(range(len(memory))))
 
     def _move_down(self, depth: int, allowed: int, before: Rank | None = None) -> bool:
-        """Moves the prefix of the smallest rank that no request waits for out of a tier that holds too much.
+        """Moves the lowest-ranked prefix that no request waits for out of a tier that is too full.
 
         Args:
+            depth: index of the tier.
             allowed: bytes that the tier may hold.
-            before: only what has a smaller rank than this.
+            before: rank that the prefix must be below, or None.
 
         Returns:
-            Whether there was one; it stays where no tier below takes it, or where it was used meanwhile. False also
-            where the folder cannot be written, so that not all are tried.
+            Whether there was such a prefix. It stays if no lower tier takes it, or if it was used meanwhile. False also
+            if the folder cannot be written, so that no others are tried.
         """
         tier, tiers = self._tiers.memory[depth], self._tiers
         with self._lock:
@@ -163,7 +165,7 @@ class Background:
             snapshot = lower.moved(snapshot)
             with self._lock:
                 if not (self._is_unused(name, used) and tier.holds(name)):
-                    # it may go the next time
+                    # it may be moved the next time
                     return True
                 taken = tiers.put_if_free(lower, name, snapshot)
         elif lower is not None:
@@ -177,7 +179,7 @@ class Background:
                 tier.remove([name])
                 self.offloaded += 1
                 with self._changed:
-                    # what found no room there may find it now
+                    # other prefixes may find room now
                     self._stuck.clear()
         if not taken:
             with self._changed:
@@ -185,18 +187,18 @@ class Background:
         return True
 
     def _is_unused(self, name: str, used: int) -> bool:
-        """Whether nobody has asked for a prefix since it was used at `used`."""
+        """Returns whether no request has used or awaits a prefix since its use at `used`."""
         self._requests.settle()
         entry = self._tiers.entries.get(name)
         return entry is not None and entry.used == used and entry.score <= 0
 
     def _write(self, name: str, snapshot: Snapshot, used: int) -> bool:
-        """Whether the folder holds a prefix now. Raises `OSError` where it cannot be written."""
+        """Writes a prefix to the folder and returns whether it is there. Raises `OSError` if it cannot be written."""
         lost = self._tiers.write(name, snapshot, used)
         with self._lock:
             self._tiers.drop_lost(lost or [])
             if lost is not None and name not in self._tiers.entries:
-                # it was removed for good meanwhile
+                # it was removed from the store meanwhile
                 self._tiers.remove([name])
         return lost is not None
 
@@ -223,7 +225,7 @@ class Background:
             if name in tiers.entries and tier.holds(name) and tiers.put_if_free(first, name, snapshot):
                 if tier is not tiers.folder:
                     tier.remove([name])
-                # it is one too many, maybe, once nobody waits for it
+                # the tier may be too full once no request waits for it
                 with self._changed:
                     self._look |= tiers.entries[name].score <= 0
                     self._held_back = True

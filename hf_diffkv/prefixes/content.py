@@ -1,4 +1,4 @@
-"""What stands behind placeholders in a prompt: images, video or sound, of which token ids say nothing."""
+"""Content behind placeholders in a prompt: images, video or sound, which token ids do not identify."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from torch import Tensor
 
 from .tokens import DIGEST_BYTES, digests
 
-# what a processor gives that has an entry for each token, and so changes with every turn
+# outputs of a processor that have an entry per token, and so change with every turn
 ONE_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(?!start|end|bos|eos)(\w+_)?token_(id|index)$")
 
 
 class ContentKeys:
-    """Names prefixes by their tokens, and by what a request's placeholders stand for where a prefix has some.
+    """Names prefixes by their tokens, and by the request's content if they have placeholders.
 
     Args:
-        model_config: of the model, whose placeholders it names.
+        model_config: configuration of the model, which lists its placeholders.
     """
 
     def __init__(self, model_config: Any) -> None:
         self.placeholders = sorted(set(_placeholders(model_config)))
         text_config = model_config.get_text_config(decoder=True)
-        # a model that sees or hears, whose configuration names no placeholder, may put an image anywhere
+        # a multimodal model whose configuration lists no placeholder may put an image anywhere
         self._anywhere = not self.placeholders and text_config is not model_config
 
     def names(self, ids: Tensor, content: Mapping[str, Any] | None, lengths: Iterable[int]) -> dict[int, str]:
-        """What the first n of `ids` (int64 [tokens]) are found by, for every n in `lengths`.
+        """Returns the name of the first n of `ids`, for every n in `lengths`.
 
         Args:
-            content: what the processor gave beside the ids; empty where there is nothing, None where it is not known.
+            ids: int64 [tokens].
+            content: outputs of the processor besides the ids; empty if there is no content, None if unknown.
+            lengths: lengths of prefixes.
 
         Raises:
-            ValueError: `ids` have placeholders, and `content` is not given.
+            ValueError: `ids` have placeholders, and `content` is None.
         """
         first = self._first(ids)
         found = digests(ids, lengths)
@@ -52,11 +54,11 @@ class ContentKeys:
         return {length: _both(name, behind) if length > first else name for length, name in found.items()}
 
     def have_placeholders(self, ids: Tensor) -> bool:
-        """Whether something may stand behind a token of `ids`."""
+        """Returns whether `ids` may have content behind a token."""
         return self._first(ids) < ids.numel()
 
     def _first(self, ids: Tensor) -> int:
-        """Position of the first token behind which something may stand."""
+        """Returns the position of the first token that may have content; the number of tokens if there is none."""
         if self._anywhere:
             return 0
         found = torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64)).nonzero()
@@ -64,10 +66,10 @@ class ContentKeys:
 
 
 def content_digest(content: Mapping[str, Any]) -> bytes:
-    """Digest of what a processor gave, but for what has an entry for each token.
+    """Returns a digest of a processor's outputs, without those that have an entry per token.
 
     Raises:
-        ValueError: something that is no tensor, number, string or list of such.
+        ValueError: an output is not a tensor, number, string, or list of these.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name in sorted(content):
@@ -101,7 +103,7 @@ def _both(tokens: str, content: bytes) -> str:
 
 
 def _placeholders(config: Any) -> Iterator[int]:
-    """Ids that configurations give to placeholders."""
+    """Yields the ids of placeholders in a configuration and its parts."""
     for name, value in vars(config).items():
         if _PLACEHOLDER.search(name) and value is not None:
             yield from value if isinstance(value, (list, tuple)) else [value]

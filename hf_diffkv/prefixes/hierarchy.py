@@ -1,4 +1,4 @@
-"""All tiers of a store: what moves up and down between them, who gives way, and the requests that decide it."""
+"""The tiers of a store: moves prefixes between them, evicts them by rank, and counts the requests that use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ PrefixTier = Union[MemoryTier, FolderTier]
 
 @dataclass
 class Entry:
-    """What is known of a prefix, wherever it is held: its tokens, and when and how often it was used."""
+    """Data of a prefix that do not depend on its tier.
+
+    Attributes:
+        length: number of tokens.
+        used: time of the last use, in nanoseconds.
+        score: number of announced and running requests for it (CaR).
+        hits: number of lookups that it answered.
+    """
 
     length: int
     used: int = 0
@@ -28,18 +35,18 @@ class Entry:
 
 
 class Hierarchy:
-    """Prefixes by name in tiers, the fastest first.
+    """Prefixes by name in tiers, the fastest tier first.
 
-    Memory holds a prefix in one tier at most; the folder keeps its copy of what was read from it. What a tier has no
-    room for goes to the next one.
+    At most one memory tier holds a prefix; the folder keeps its copy of a prefix that was read from it. Prefixes that
+    do not fit into a tier move to the next one.
 
     Args:
-        memory: tiers of memory.
-        folder: the tier behind them, if any.
-        fingerprint: how names in the folder begin that can be used; others only take room there.
+        memory: memory tiers.
+        folder: tier after them, or None.
+        fingerprint: beginning of the names in the folder that can be used; others only take room there.
 
     Attributes:
-        disk_errors: files that could not be read, written or removed, or were damaged.
+        disk_errors: number of files that could not be read, written or removed, or were damaged.
     """
 
     def __init__(self, memory: list[MemoryTier], folder: FolderTier | None, fingerprint: str) -> None:
@@ -52,7 +59,7 @@ class Hierarchy:
         self._clock = 0
 
     def open_folder(self) -> None:
-        """Says what cannot be used, and keeps to the limit where earlier processes had a larger one."""
+        """Warns of unusable prefixes, and evicts prefixes if earlier processes had a larger limit."""
         folder = self.folder
         if folder is None:
             return
@@ -72,7 +79,7 @@ class Hierarchy:
             self.note_fault("the folder of prefixes cannot be written, they can only be read", error)
 
     def refresh(self) -> None:
-        """Learns what other processes have added to the folder and removed from it."""
+        """Reads which prefixes other processes have added to the folder or removed from it."""
         if self.folder is None:
             return
         names = {name for name in self.folder.names() if name.startswith(self.fingerprint)}
@@ -81,48 +88,48 @@ class Hierarchy:
         self.drop_lost([name for name in self.entries if name not in names])
 
     def tier_of(self, name: str) -> PrefixTier | None:
-        """The fastest tier that holds a prefix."""
+        """Returns the fastest tier that holds a prefix, or None."""
         return next((tier for tier in self.tiers if tier.holds(name)), None)
 
     def rank(self, name: str) -> Rank:
-        """Who goes first among prefixes, of other models too."""
+        """Returns the rank of a prefix for eviction, also of another model's prefix."""
         entry, used = self.entries.get(name), 0 if self.folder is None else self.folder.used(name)
         return Rank(0, used) if entry is None else Rank(entry.score, max(entry.used, used))
 
     def by_rank(self) -> list[str]:
-        """Names of all prefixes, the last to give way first."""
+        """Returns the names of all prefixes, the last one to be evicted first."""
         return sorted(self.entries, key=self.rank, reverse=True)
 
     def note_use(self, name: str) -> None:
-        """Makes a prefix the one used last."""
+        """Makes a prefix the most recently used one."""
         self._clock = max(time.time_ns(), self._clock + 1)
         self.entries[name].used = self._clock
         if self.folder is not None:
             self.folder.note_use(name, self._clock)
 
     def add(self, name: str, length: int, snapshot: Snapshot) -> None:
-        """Takes a new prefix in, where some tier has room for it."""
+        """Adds a new prefix if some tier has room for it."""
         self.entries[name] = Entry(length)
         self.note_use(name)
         self._place(name, snapshot, 0)
         self.drop_lost([name])
 
     def promote(self, name: str, tier: PrefixTier, snapshot: Snapshot) -> None:
-        """Brings what was read from `tier`, which is not the first one, into the first that takes it."""
+        """Moves a prefix that was read from `tier`, which is not the first one, into the first tier that takes it."""
         if tier is not self.folder:
-            # its room is there again if it cannot rise
+            # frees its room, which it gets back if it cannot move up
             tier.remove([name])
         self._place(name, snapshot, 0)
 
     def save(self) -> None:
-        """Copies what memory holds into the folder, as far as it takes it."""
+        """Copies the prefixes in memory into the folder, as far as there is room."""
         for name in self.by_rank():
             tier = self.tier_of(name)
             if tier is not None and tier is not self.folder:
                 self._enter(len(self.tiers) - 1, name, tier.get(name))
 
     def put_if_free(self, tier: MemoryTier, name: str, snapshot: Snapshot) -> bool:
-        """Whether a tier of memory holds a prefix now, for which nothing else has to go."""
+        """Puts a prefix into a memory tier if no other must be evicted, and returns whether the tier holds it."""
         cost = tier.cost(snapshot)
         if not tier.holds(name):
             if sum(tier.sizes().values()) + cost > tier.limit:
@@ -132,10 +139,10 @@ class Hierarchy:
         return True
 
     def write(self, name: str, snapshot: Snapshot, used: int) -> list[str] | None:
-        """Copies a prefix into the folder, as `add` does, but leaves `entries` alone, so that they need not be locked.
+        """Copies a prefix into the folder like `add`, but without changing `entries`, so that no lock is needed.
 
         Returns:
-            What had to go for it, for `drop_lost`; None where it stays out.
+            Names of the evicted prefixes, for `drop_lost`; None if it was not copied.
 
         Raises:
             OSError: the folder cannot be written.
@@ -154,10 +161,12 @@ class Hierarchy:
         return victims
 
     def note_fault(self, message: str, error: OSError, say: Callable[[str], None] | None = None) -> None:
-        """Counts what went wrong with files, and says each kind once, as a full disk stays one for a while.
+        """Counts an error with files, and reports each kind once, as a full disk would repeat it.
 
         Args:
-            say: how; None warns.
+            message: beginning of the report.
+            error: the error.
+            say: function that reports; None warns.
         """
         self.disk_errors += 1
         if (message, error.errno) not in self._warned:
@@ -165,20 +174,20 @@ class Hierarchy:
             (say or warn)(f"{message}: {error}")
 
     def drop_damaged(self, name: str, tier: PrefixTier, error: Exception, say: Callable[[str], None]) -> None:
-        """Removes from `tier` what could not be read there, and says so unless another process removed it meanwhile."""
+        """Removes a damaged prefix from `tier`, and reports it unless another process removed it meanwhile."""
         if tier.holds(name):
             self.disk_errors += 1
             say(f"a stored prefix is damaged and is removed: {error}")
         self.remove([name], [tier])
 
     def drop_lost(self, names: list[str]) -> None:
-        """Forgets those of `names` that no tier holds."""
+        """Forgets the prefixes of `names` that no tier holds."""
         for name in names:
             if self.tier_of(name) is None:
                 self.entries.pop(name, None)
 
     def remove(self, names: Iterable[str], tiers: list[PrefixTier] | None = None) -> None:
-        """Drops prefixes from `tiers`, or from all of them."""
+        """Removes prefixes from `tiers`, or from all tiers."""
         names = list(names)
         for tier in self.tiers if tiers is None else tiers:
             try:
@@ -189,13 +198,13 @@ class Hierarchy:
         self.drop_lost(names)
 
     def _place(self, name: str, snapshot: Snapshot, first: int) -> None:
-        """Into the first tier from `first` on that takes it; into none where no tier does."""
+        """Puts a prefix into the first tier from `first` on that takes it, if any."""
         for depth in range(first, len(self.tiers)):
             if self._enter(depth, name, snapshot):
                 return
 
     def _enter(self, depth: int, name: str, snapshot: Snapshot) -> bool:
-        """Whether a tier takes a prefix, moving others down for it."""
+        """Puts a prefix into a tier, moving others down if needed, and returns whether the tier holds it."""
         tier = self.tiers[depth]
         if tier.holds(name):
             return True
@@ -219,7 +228,7 @@ class Hierarchy:
         return True
 
     def _victims(self, tier: PrefixTier, name: str, cost: int) -> list[str] | None:
-        """Who has to go from a tier for `cost` bytes of a prefix; None where it has to stay out."""
+        """Chooses the prefixes to evict from a tier for `cost` bytes of a prefix; None if it may not enter."""
         sizes = tier.sizes()
         ranks = {held: self.rank(held) for held in sizes}
         return choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
@@ -237,26 +246,26 @@ class Hierarchy:
 
 
 def warn(message: str) -> None:
-    """About files: the store goes on without them."""
+    """Warns about files, without which the store continues."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class Requests:
-    """Requests that wait and that are under way, and the scores they give to prefixes.
+    """Waiting and running requests, and the scores they give to prefixes.
 
-    CaR's score: a request adds 1 to the prefix it will use when it enters the look-ahead window, and 1 to the one
-    it uses when it is dispatched; when it is finished, both are taken back.
+    CaR's score: a request adds 1 to the prefix it will use when it enters the look-ahead window, and 1 to the prefix it
+    uses when it is dispatched. Both are taken back when it is finished.
     """
 
     def __init__(self) -> None:
-        # hash of each announced prompt, and the prefix whose score it raised
+        # name of each announced prompt, and the prefix whose score it raised
         self._window: list[tuple[str, Entry | None]] = []
         self._running: weakref.WeakKeyDictionary[DiffKVCache, weakref.finalize] = weakref.WeakKeyDictionary()
-        # of requests that ended; a cache may be dropped at any moment, so its scores are not changed there
+        # prefixes of ended requests; scores are changed later, as a cache may be garbage-collected at any moment
         self._finished: deque[list[Entry]] = deque()
 
     def announce(self, window: list[tuple[str, Entry | None]]) -> None:
-        """Replaces the window."""
+        """Replaces the look-ahead window."""
         for entry in _entries(self._window):
             entry.score -= 1
         for entry in _entries(window):
@@ -264,7 +273,7 @@ class Requests:
         self._window = window
 
     def dispatch(self, prompt: str, entry: Entry | None, cache: DiffKVCache) -> None:
-        """Notes that the request with the hash `prompt` runs with `cache`, on the prefix `entry`."""
+        """Notes that the request named `prompt` runs with `cache`, on the prefix `entry`."""
         raised = _entries([(prompt, entry)])
         for one in raised:
             one.score += 1
@@ -275,14 +284,14 @@ class Requests:
         self._running[cache] = finalizer
 
     def finish(self, cache: DiffKVCache) -> None:
-        """Notes that the request of `cache` ended, if there was one."""
+        """Notes that the request of `cache`, if any, has ended."""
         finalizer = self._running.pop(cache, None)
         if finalizer is not None:
             finalizer()
         self.settle()
 
     def settle(self) -> None:
-        """Takes back what ended requests had added."""
+        """Takes back the scores of ended requests."""
         while self._finished:
             for entry in self._finished.popleft():
                 entry.score -= 1

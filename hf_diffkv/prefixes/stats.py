@@ -1,4 +1,4 @@
-"""What a prefix store tells of itself."""
+"""Statistics of a prefix store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpectedPrefix:
-    """What of a prefix a request that waits will find.
+    """Prefix that a waiting request will find.
 
     Attributes:
-        tier: the fastest one that holds its longest prefix; None where none is stored. tokens: of that prefix.
-        resident: whether that is the first tier, from which it comes at once.
-        loading: whether it is being brought there.
+        tier: fastest tier that holds the longest prefix; None if none is stored.
+        resident: whether this is the first tier, which needs no loading.
+        loading: whether the prefix is being moved to the first tier.
+        tokens: number of tokens of the prefix.
     """
 
     tier: str | None = None
@@ -26,12 +27,12 @@ class PrefixEntry:
     """One stored prefix.
 
     Attributes:
-        tokens: its length.
-        tier: the fastest tier that holds it: "device", "host" or "disk".
-        bytes: what it takes there; files with all that is in them.
-        on_disk: whether the folder has it, too.
-        hits: lookups of this store that it answered.
-        score: requests for it that are announced or under way (CaR).
+        tokens: number of tokens.
+        tier: fastest tier that holds it: "device", "host" or "disk".
+        bytes: its size there; for files the whole files.
+        on_disk: whether the folder also has it.
+        hits: number of this store's lookups that it answered.
+        score: number of announced and running requests for it (CaR).
     """
 
     tokens: int
@@ -44,20 +45,20 @@ class PrefixEntry:
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """What a store did since it was made.
+    """Statistics of a store since it was made.
 
     Attributes:
-        lookups: calls of `lookup`.
-        hits: how many of them found a prefix, by the tier that held it.
-        tokens: tokens of all prompts looked up.
-        tokens_reused: how many of them were in a prefix, and so not computed.
-        bytes_read: what hits, and loading ahead of them, took out of each tier.
-        bytes_written: what came into each tier.
-        loaded_ahead, offloaded: prefixes brought up for requests that waited, and moved down before they had to, by the
-            thread of `PrefixStore.start`.
-        disk_errors: files of the folder that could not be read, written or removed, or were damaged.
+        lookups: number of calls of `lookup`.
+        hits: number of calls that found a prefix, by the tier that held it.
+        tokens: number of tokens of all prompts looked up.
+        tokens_reused: number of these tokens that were in a prefix and so not computed.
+        bytes_read: bytes that hits, and loading ahead of them, read from each tier.
+        bytes_written: bytes written to each tier.
+        loaded_ahead, offloaded: number of prefixes that the thread of `PrefixStore.start` moved up for waiting
+            requests, and moved down early.
+        disk_errors: number of the folder's files that could not be read, written or removed, or were damaged.
         lookup_seconds: time spent in `lookup`.
-        seconds_per_token: of a prompt, as `PrefixStore.measure` found it; None before.
+        seconds_per_token: time per token of a prompt, from `PrefixStore.measure`; None before.
     """
 
     lookups: int
@@ -74,7 +75,7 @@ class PrefixStats:
 
     @property
     def seconds_saved(self) -> float | None:
-        """What the reused tokens would have taken at the measured speed, less what all lookups took."""
+        """Time to compute the reused tokens at the measured speed, less the time of all lookups; None if unmeasured."""
         if self.seconds_per_token is None:
             return None
         return self.tokens_reused * self.seconds_per_token - self.lookup_seconds

@@ -1,4 +1,4 @@
-"""`PrefixStore`: prefixes of requests, compressed, in memory and on disk, found by their tokens."""
+"""`PrefixStore`: compressed prefixes of requests in memory and on disk, found by their tokens."""
 
 from __future__ import annotations
 
@@ -51,37 +51,37 @@ class _Hit(NamedTuple):
 
 
 class PrefixStore:
-    """Keeps what requests left in their caches, so that later requests that begin alike need not compute it again.
+    """Stores the caches of requests, so that later requests with the same beginning need not recompute it.
 
         store = PrefixStore(model, device_bytes=1 << 30, folder="prefixes")
         cache = store.lookup(input_ids)
         output = model.generate(input_ids, cache=cache)
         store.insert(output, cache)
 
-    A prefix is kept as a whole and compressed, in every tier: the pages, windows and counts of one request, which
-    `lookup` copies into a cache that goes on as if it had never been away. A prefix is found by a hash of its tokens,
-    which are then compared. Where it does not fit into the device's memory it goes to the host's, then to the
-    folder; a hit brings it back up.
+    A prefix is stored compressed and whole in every tier: pages, windows and counts of one request. `lookup` copies
+    them into a cache that continues as if it had never been stored. A prefix is found by a hash of its tokens, which
+    are then compared. If it does not fit into the device's memory, it goes to the host's, then to the folder. A hit
+    moves it up again.
 
-    Who gives way is decided by CaR's score: a request adds 1 to the prefix it will use when `look_ahead` announces
-    it, 1 when `lookup` dispatches it, and takes both back when it is finished: inserted, or its cache dropped. The
-    smallest score goes first, among equals the one used longest ago.
+    Eviction is by CaR's score. A request adds 1 to the prefix it will use when `look_ahead` announces it, and 1 when
+    `lookup` dispatches it. Both are taken back when it is finished, that is inserted, or its cache is dropped. The
+    prefix of the lowest score goes first, among equal scores the one used longest ago.
 
-    On a CPU, device and host are one tier, "device", with the bytes of both. Requests are looked up one at a time
+    On a CPU, device and host are one tier, "device", with the limits of both. Requests are looked up one at a time
     (batch of 1). A store may be used from several threads, and its folder by several processes and models at once.
 
     Args:
-        model: whose caches these are. Its weights are sampled once: make a new store after changing them.
-        config: of the caches, or the name of a preset; None takes `DiffKVConfig.for_model`.
-        device_bytes: most that prefixes may take in the memory of the model's devices, all together.
-        host_bytes: the same for page-locked memory of the host.
-        folder: where prefixes go that memory has no room for; made if missing. None: nowhere.
-        folder_bytes: most that the files in it may take, those of other models too; None is unlimited.
+        model: model of the caches. Its weights are sampled once: make a new store after changing them.
+        config: configuration of the caches, or the name of a preset; None takes `DiffKVConfig.for_model`.
+        device_bytes: limit of the prefixes in the memory of all the model's devices together.
+        host_bytes: limit of the prefixes in page-locked memory of the host.
+        folder: folder for prefixes that do not fit into memory, made if missing; None drops them.
+        folder_bytes: limit of the files in the folder, including other models' files; None is unlimited.
 
     Raises:
-        ValueError: `model` is not a model, is tensor-parallel or has offloaded weights, a negative limit, or
-            `folder_bytes` without `folder`.
-        UnsupportedModelError: a model that a `DiffKVCache` cannot work with.
+        ValueError: `model` is not a model, is tensor-parallel or has offloaded weights; a limit is negative; or
+            `folder_bytes` is given without `folder`.
+        UnsupportedModelError: a `DiffKVCache` cannot work with the model.
     """
 
     def __init__(
@@ -123,35 +123,35 @@ class PrefixStore:
         weakref.finalize(self, self._background.close)
 
     def start(self) -> None:
-        """Starts a thread that moves prefixes while requests are computed; `stop` ends it.
+        """Starts a thread that moves prefixes while requests are computed, until `stop`.
 
-        Where a tier of memory is more than 90 % full it moves down those used longest ago that no request waits for,
-        before they have to go. What `look_ahead` announces it brings up, one after another, where nobody waits for what
-        has to go for it. Continuous batching starts it. What fails is logged, and the prefix stays where it is.
+        If a memory tier is more than 90 % full, the thread moves down the least recently used prefixes that no request
+        waits for. It moves up the prefixes of announced requests (`look_ahead`), unless it would have to evict
+        prefixes that others wait for. Continuous batching starts it. Failures are logged and leave the prefix in place.
         """
         self._background.start()
 
     def stop(self) -> None:
-        """Ends what `start` has started as often as this is called, and waits for what is being moved."""
+        """Ends the thread with the last `stop` of as many `start`s, and waits for the current move."""
         self._background.stop()
 
     def flush(self) -> None:
-        """Waits until the thread of `start` has nothing to move."""
+        """Waits until the thread of `start` has nothing left to move."""
         self._background.flush()
 
     def lookup(self, input_ids: Any, content: Mapping[str, Any] | None = None) -> DiffKVCache:
-        """A cache that holds the longest stored prefix of `input_ids`, to be passed on with all of them.
+        """Returns a cache with the longest stored prefix of `input_ids`, to be used with all of `input_ids`.
 
-        At least one token is left to compute. The cache is the caller's own; it is empty where nothing was found.
+        At least one token is left to compute. The cache belongs to the caller. It is empty if no prefix was found.
 
         Args:
             input_ids: the whole prompt, integers [1, tokens] or [tokens], without padding.
-            content: what the processor gave beside them, such as {"pixel_values": ...}, all of it; needed where the
-                prompt has placeholders of images, video or sound. Prefixes that reach beyond the first placeholder are
-                found for equal content alone. {} says that nothing stands behind them.
+            content: all outputs of the processor besides the ids, such as {"pixel_values": ...}. It is needed if the
+                prompt has placeholders of images, video or sound. Prefixes beyond the first placeholder are found only
+                for equal content. {} means that there is no content behind placeholders.
 
         Raises:
-            ValueError: several rows, no integers, or placeholders without `content`.
+            ValueError: several rows, not integers, or placeholders without `content`.
         """
         ids = as_tokens("input_ids", input_ids)
         whole = self._whole(ids, content)
@@ -175,29 +175,30 @@ class PrefixStore:
         return cache
 
     def insert(self, input_ids: Any, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> bool:
-        """Stores what `cache` holds: one request, at its end or wherever it stands.
+        """Stores the tokens that `cache` holds, one request that may still continue.
 
-        A prefix is always all that the cache holds. A cache cannot be cut to fewer tokens exactly: later tokens have
-        decided about the levels of earlier ones. To store a boundary within a prompt, stop there: `prefill`.
+        A prefix always contains all tokens of the cache. A cache cannot be cut exactly to fewer tokens, as later tokens
+        have affected the levels of earlier ones. To store a boundary within a prompt, use `prefill` up to it.
 
         Args:
-            input_ids: the tokens that the model was called with, and possibly more, such as the last one that
-                `generate` returned; integers [1, tokens] or [tokens].
-            cache: of this store's model and configuration; it may go on to be used.
-            content: as in `lookup`.
+            input_ids: tokens that the model was called with, and possibly more, such as the last one that `generate`
+                returned; integers [1, tokens] or [tokens].
+            cache: cache of this store's model and configuration, which may be used further.
+            content: content as for `lookup`.
 
         Returns:
-            Whether the store holds the prefix now; False where no tier has room, or only for more wanted prefixes.
+            Whether the store holds the prefix now; False if no tier has room, or only in place of prefixes of higher
+            rank.
 
         Raises:
-            ValueError: another model, configuration or number of requests, padding, fewer ids than the cache holds,
-                tokens that may still be taken back, placeholders without `content`, or a layer of Transformers' own
-                that cannot be saved.
+            ValueError: the cache has another model or configuration, several requests, padding, more tokens than
+                `input_ids`, tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
+                or there are placeholders without `content`.
             HandOverError: a forward of the cache stopped halfway.
         """
         ids = as_tokens("input_ids", input_ids)
         self._check_kind(cache)
-        # what is checked is what is copied, whatever other threads do
+        # checks and copies the same state, whatever other threads do
         with cache.stores.between_forwards():
             ids = ids[: self._check_tokens(ids, cache)].clone()
             name = self._name(ids, content)
@@ -206,15 +207,15 @@ class PrefixStore:
                 return self._add(name, ids, lambda: take_snapshot(cache, self._weights))
 
     def insert_request(self, input_ids: Any, held: Sequence[Store], others: Mapping[int, Any]) -> bool:
-        """Stores what continuous batching, which is given text alone, holds of a request.
+        """Stores a request of continuous batching, which has only text.
 
         Args:
-            input_ids: of its tokens, integers [tokens], and possibly more.
-            held: stores that have every compressed layer of the model.
-            others: layers of Transformers' own, by index.
+            input_ids: token ids of the request, integers [tokens], and possibly more.
+            held: stores with every compressed layer of the model.
+            others: Transformers' own layers by index.
 
         Returns:
-            As `insert`.
+            Whether the store holds the prefix now.
         """
         ids = as_tokens("input_ids", input_ids)[: held[0].seen].clone()
         name = self._name(ids, {})
@@ -236,20 +237,20 @@ class PrefixStore:
         return name in self._tiers.entries
 
     def prefill(self, input_ids: Any, content: Mapping[str, Any] | None = None) -> bool:
-        """Computes and stores a prefix that many requests will begin with: a system prompt, a document.
+        """Computes and stores a prefix that many requests will begin with, such as a system prompt or a document.
 
-        Does nothing where it is stored already. A request that continues it equals one whose prompt came in these two
-        parts, which with compression is not quite the same as one that came as a whole.
+        It does nothing if the prefix is stored already. A request that continues it equals one whose prompt was run in
+        these two parts, which with compression differs slightly from one run as a whole.
 
         Args:
             input_ids: all tokens of the prefix, integers [1, tokens] or [tokens].
-            content: as in `lookup`; the model is given it as well.
+            content: content as for `lookup`, which the model also gets.
 
         Returns:
-            As `insert`.
+            Whether the store holds the prefix now.
 
         Raises:
-            ValueError: several rows, no integers, no tokens, or placeholders without `content`.
+            ValueError: several rows, not integers, no tokens, or placeholders without `content`.
         """
         ids = as_tokens("input_ids", input_ids)
         if ids.numel() == 0:
@@ -269,19 +270,19 @@ class PrefixStore:
     def look_ahead(
         self, prompts: Sequence[Any], load: bool = True, contents: Sequence[Mapping[str, Any] | None] | None = None
     ) -> list[ExpectedPrefix]:
-        """Announces the requests that come next; what they will use stays in faster tiers.
+        """Announces the next requests, whose prefixes then stay in faster tiers.
 
         Args:
-            prompts: all that wait and are to count, each as for `lookup`. They replace those of the call before; an
-                empty list announces nothing. A request that is looked up leaves by itself.
-            load: between `start` and `stop`, bring what they will use into the first tier.
-            contents: of each prompt, as in `lookup`.
+            prompts: all waiting requests that should count, each as for `lookup`. They replace those of the last call;
+                an empty list announces none. A request leaves when it is looked up.
+            load: whether the thread of `start` moves their prefixes into the first tier.
+            contents: content of each prompt, as for `lookup`.
 
         Returns:
-            What each would find at this moment. Nothing is read for it.
+            The prefix that each would find now, without reading it.
 
         Raises:
-            ValueError: as `lookup`; nothing has changed then.
+            ValueError: a prompt is invalid for `lookup`, or `contents` has another length; the store is then unchanged.
         """
         waiting = [as_tokens("prompts", prompt) for prompt in prompts]
         contents = [None] * len(waiting) if contents is None else contents
@@ -305,11 +306,11 @@ class PrefixStore:
 
     @property
     def has_folder(self) -> bool:
-        """Whether prefixes go to a folder, too."""
+        """Whether the store has a folder."""
         return self._tiers.folder is not None
 
     def save(self) -> None:
-        """Writes what memory holds into the folder as well, as far as there is room; else it ends with the process.
+        """Copies the prefixes in memory into the folder, as far as there is room, so that they outlive the process.
 
         Raises:
             ValueError: the store has no folder.
@@ -320,14 +321,15 @@ class PrefixStore:
             self._tiers.save()
 
     def clear(self) -> None:
-        """Drops all prefixes of this model and configuration, also from the folder. Statistics stay."""
+        """Removes all prefixes of this model and configuration, also from the folder. Statistics stay."""
         with self._session():
             self._tiers.remove(list(self._tiers.entries))
 
     def measure(self, tokens: int = 512) -> float:
-        """Seconds per token of a prompt of `tokens` random tokens, computed twice; then `stats` has `seconds_saved`.
+        """Measures the seconds per token of a prompt of `tokens` random tokens, for `stats.seconds_saved`.
 
-        Attention's share grows with the length, so for longer prefixes what was saved is more than is said.
+        The prompt is computed twice and the second time counts. Attention's share grows with the length, so longer
+        prefixes save more time than estimated.
         """
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
         tokens = max(2, min(tokens, limit - 1))
@@ -342,7 +344,7 @@ class PrefixStore:
 
     @property
     def stats(self) -> PrefixStats:
-        """What happened so far."""
+        """Statistics so far."""
         with self._lock:
             return PrefixStats(
                 lookups=self._lookups,
@@ -366,17 +368,17 @@ class PrefixStore:
         return True
 
     def contains(self, input_ids: Any, content: Mapping[str, Any] | None = None) -> bool:
-        """Whether exactly these tokens are stored, with this content (`lookup`). Raises `ValueError` as that does."""
+        """Returns whether exactly these tokens with this content are stored. Raises `ValueError` like `lookup`."""
         name = self._name(as_tokens("input_ids", input_ids), content)
         with self._session():
             return name in self._tiers.entries
 
     def __contains__(self, input_ids: Any) -> bool:
-        """`contains` of a text."""
+        """Returns whether exactly these tokens are stored."""
         return self.contains(input_ids)
 
     def __iter__(self) -> Iterator[PrefixEntry]:
-        """All prefixes, the last to give way first."""
+        """Iterates over all prefixes, the last one to be evicted first."""
         with self._session():
             sizes = {tier.name: tier.sizes() for tier in self._tiers.tiers}
             found = []
@@ -399,21 +401,21 @@ class PrefixStore:
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """One caller at a time, who knows what has ended and what other processes have done."""
+        """Locks the store within the block, after noting ended requests and changes by other processes."""
         with self._lock:
             self._requests.settle()
             self._tiers.refresh()
             yield
 
     def _whole(self, ids: Tensor, content: Mapping[str, Any] | None) -> str:
-        """What a request is known by. Raises `ValueError` for placeholders without `content`."""
+        """Returns the name of a request. Raises `ValueError` for placeholders without `content`."""
         return self._keys.names(ids, content, [ids.numel()])[ids.numel()]
 
     def _name(self, ids: Tensor, content: Mapping[str, Any] | None) -> str:
         return f"{self._fingerprint}-{ids.numel()}-{self._whole(ids, content)}"
 
     def _candidates(self, ids: Tensor, content: Mapping[str, Any] | None) -> Iterator[str]:
-        """Names of stored prefixes of `ids` that leave a token to compute, the longest first."""
+        """Yields names of stored prefixes of `ids` that leave a token to compute, the longest first."""
         lengths = {entry.length for entry in self._tiers.entries.values() if entry.length < ids.numel()}
         for length, found in sorted(self._keys.names(ids, content, lengths).items(), reverse=True):
             name = f"{self._fingerprint}-{length}-{found}"
@@ -421,7 +423,7 @@ class PrefixStore:
                 yield name
 
     def _resume(self, ids: Tensor, content: Mapping[str, Any] | None) -> tuple[DiffKVCache, _Hit | None]:
-        """A cache that goes on from the longest prefix that can be read, and what that is."""
+        """Returns a cache that continues from the longest readable prefix, and this prefix or None."""
         for name in self._candidates(ids, content):
             tier = self._tiers.tier_of(name)
             if tier is None:
@@ -444,7 +446,7 @@ class PrefixStore:
         return DiffKVCache(self.model.config, self.config), None
 
     def _is_of(self, snapshot: Snapshot, ids: Tensor) -> bool:
-        """Whether a snapshot is of this model, this configuration and these very tokens."""
+        """Returns whether a snapshot has this model, this configuration and exactly these tokens."""
         content, tokens = snapshot.content, snapshot.tensors.get(TOKEN_IDS)
         if tokens is None or (content["model"], content["weights"]) != (self._model, self._weights):
             return False
@@ -462,7 +464,7 @@ class PrefixStore:
             )
 
     def _check_tokens(self, ids: Tensor, cache: DiffKVCache) -> int:
-        """How many tokens `cache` holds; raises as `insert` says."""
+        """Returns the number of tokens in `cache`. Raises the errors of `insert`."""
         cache.check_handover()
         cache.stores.check_complete()
         length = cache.get_seq_length()
@@ -479,7 +481,7 @@ class PrefixStore:
         return length
 
     def _compute(self, ids: Tensor, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> None:
-        """Has `cache`, which may hold some first tokens of `ids`, hold them all."""
+        """Runs the model so that `cache`, which may hold the first tokens of `ids`, holds all of them."""
         ids = ids[None].to(self.model.device)
         given = {**(content or {}), "input_ids": ids, "attention_mask": torch.ones_like(ids), **passing(cache)}
         self.model.generate(**given, max_new_tokens=1, do_sample=False, num_beams=1)

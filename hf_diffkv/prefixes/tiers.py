@@ -1,4 +1,4 @@
-"""Where prefixes are held: memory of a device or of the host, or a folder, and which give way when it is full."""
+"""Tiers that hold prefixes, in memory of a device or of the host or in a folder, and the choice of evicted prefixes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ..cache.devices import TensorParallel
 from ..cache.io import load_snapshot, save_snapshot
 from ..cache.snapshot import Snapshot
 
-# fingerprint of model and configuration, tokens, hash of the tokens
+# fingerprint of model and configuration, number of tokens, hash of the tokens
 ENTRY_NAME = re.compile(r"([0-9a-f]{16})-([0-9]+)-([0-9a-f]{32})")
 PARTIAL = ".partial-"
 LOCK = ".lock"
-# a writer is done in seconds
+# timeout of the lock; a writer needs only seconds
 LOCK_SECONDS = 30
-# what a tensor's line in the header and everything else that is not data take at most
+# upper bound per tensor on the header and everything else that is not data
 BYTES_PER_TENSOR = 256
 
 
 class Rank(NamedTuple):
-    """What decides who gives way: the smallest goes first.
+    """Rank of a prefix; the lowest is evicted first.
 
-    CaR's score counts the requests for a prefix: those announced as next, and those under way. Among equals the one
-    that was used longest ago is the smallest.
+    CaR's score counts the announced and running requests for a prefix. Among equal scores the one used longest ago is
+    the lowest.
     """
 
     score: int
@@ -42,9 +42,16 @@ class Rank(NamedTuple):
 
 
 def choose_victims(ranks: dict[str, Rank], sizes: dict[str, int], rank: Rank, missing: float) -> list[str] | None:
-    """Which of those held must go, smallest rank first, to free `missing` bytes for one of rank `rank`.
+    """Chooses the prefixes to evict, lowest rank first, to free `missing` bytes for a prefix of rank `rank`.
 
-    None where those of a smaller rank do not hold that much: then the new one has no place here, and all may stay.
+    Args:
+        ranks: ranks of the held prefixes by name.
+        sizes: bytes of the held prefixes by name.
+        rank: rank of the new prefix.
+        missing: bytes to free.
+
+    Returns:
+        Names to evict; None if prefixes of lower rank do not hold enough bytes, so that the new one may not enter.
     """
     victims = []
     for name in sorted(sizes, key=ranks.__getitem__):
@@ -61,9 +68,10 @@ class MemoryTier:
     """Snapshots in the memory of a device, or of the host.
 
     Args:
-        name: of the tier.
+        name: name of the tier.
         limit: bytes it may hold.
-        to_host: move what is put here to the host, page-locked so that it comes back fast; else it stays where it is.
+        device: device of the tier's snapshots, unless `to_host`.
+        to_host: whether to move snapshots to page-locked memory of the host, from which they load fast.
     """
 
     def __init__(self, name: str, limit: int, device: torch.device, to_host: bool = False) -> None:
@@ -71,30 +79,30 @@ class MemoryTier:
         self._held: dict[str, Snapshot] = {}
 
     def sizes(self) -> dict[str, int]:
-        """Bytes held, by prefix."""
+        """Returns the bytes of each prefix by name."""
         return {name: self.size(name) for name in self._held}
 
     def size(self, name: str) -> int:
-        """Bytes of a prefix that is here."""
+        """Returns the bytes of a prefix in this tier."""
         return self._held[name].bytes
 
     def used(self, name: str) -> int:
-        """When it was used last; the store knows."""
+        """Returns 0: the store keeps the times of use."""
         return 0
 
     def holds(self, name: str) -> bool:
         return name in self._held
 
     def cost(self, snapshot: Snapshot) -> int:
-        """Bytes that `snapshot` will take here."""
+        """Returns the bytes that `snapshot` will take here."""
         return snapshot.bytes
 
     def exclusive(self) -> AbstractContextManager:
-        """Nobody else changes what is here."""
+        """Returns a context without a lock, as no other process can change this tier."""
         return nullcontext()
 
     def moved(self, snapshot: Snapshot) -> Snapshot:
-        """A snapshot where this tier holds it; `put` leaves that as it is."""
+        """Copies a snapshot to this tier's memory; `put` does not copy the result again."""
         move = _to_host if self.to_host else self._here
         return Snapshot(snapshot.content, {key: move(tensor) for key, tensor in snapshot.tensors.items()})
 
@@ -109,7 +117,7 @@ class MemoryTier:
             del self._held[name]
 
     def _here(self, tensor: Tensor) -> Tensor:
-        # what is on one of several devices of a model stays there
+        # tensors on any of a model's several devices stay there
         return tensor if tensor.device.type == self.device.type else tensor.to(self.device)
 
 
@@ -122,13 +130,13 @@ def _to_host(tensor: Tensor) -> Tensor:
 class FolderTier:
     """Snapshots in a folder that several threads, processes and models may use at the same time.
 
-    A subfolder is written or removed under another name, which a rename ends or begins; whoever changes something has
-    the folder's lock, which the system gives back when a process is killed. So a subfolder is complete, and what
-    has the other name while one holds the lock was left behind. `io` finds out about damage.
+    Each prefix is a subfolder. It is written under a partial name and then renamed, and renamed to a partial name
+    before it is removed. Changes need the folder's lock, which the system releases when a process is killed. So a
+    subfolder is always complete, and partial names found by the holder of the lock are leftovers. `io` detects damage.
 
     Args:
-        folder: made if missing.
-        limit: bytes that all files of prefixes in it may have together, whoever wrote them.
+        folder: path of the folder, which is made if missing.
+        limit: total bytes of all prefixes' files in it, including other processes' files.
     """
 
     name = "disk"
@@ -136,12 +144,12 @@ class FolderTier:
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True)
-        # each thread has its own
+        # each thread has its own lock
         self._lock = FileLock(folder / LOCK, timeout=LOCK_SECONDS)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Needed for `put` and `remove`. Raises `OSError` where the folder cannot be written, or the lock be had."""
+        """Locks the folder for `put` and `remove`. Raises `OSError` if it cannot be written or locked."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
             for path in self.folder.glob(PARTIAL + "*"):
@@ -149,48 +157,48 @@ class FolderTier:
             yield
 
     def names(self) -> list[str]:
-        """Names of all prefixes, of other models too."""
+        """Returns the names of all prefixes, including other models' prefixes."""
         try:
             return [name for name in os.listdir(self.folder) if ENTRY_NAME.fullmatch(name)]
         except FileNotFoundError:
             return []
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of their files, by prefix."""
+        """Returns the bytes of each prefix's files by name."""
         return {name: self.size(name) for name in self.names()}
 
     def size(self, name: str) -> int:
-        """Bytes of the files of a prefix; 0 where it is gone."""
+        """Returns the bytes of a prefix's files; 0 if it is gone."""
         try:
             return sum(path.stat().st_size for path in (self.folder / name).iterdir())
         except FileNotFoundError:
             return 0
 
     def used(self, name: str) -> int:
-        """When a prefix was used last, in nanoseconds; 0 where it is gone."""
+        """Returns the time of a prefix's last use, in nanoseconds; 0 if it is gone."""
         try:
             return (self.folder / name).stat().st_mtime_ns
         except OSError:
             return 0
 
     def note_use(self, name: str, used: int) -> None:
-        """Has other processes know that a prefix was used at `used`, if it is here."""
+        """Records for all processes that a prefix was used at `used`, if it is here."""
         try:
             os.utime(self.folder / name, ns=(used, used))
         except OSError:
-            # at worst it goes earlier than it should
+            # at worst it is evicted too early
             return
 
     def holds(self, name: str) -> bool:
         return (self.folder / name).is_dir()
 
     def cost(self, snapshot: Snapshot) -> int:
-        """Bytes that the files of `snapshot` will have at most."""
+        """Returns an upper bound on the bytes of the files of `snapshot`."""
         description = len(json.dumps(snapshot.content, indent=2))
         return snapshot.bytes + description + BYTES_PER_TENSOR * (len(snapshot.tensors) + 4)
 
     def put(self, name: str, snapshot: Snapshot, used: int) -> None:
-        """Raises `OSError` where the files cannot be written; nothing is left of them then."""
+        """Writes a prefix. Raises `OSError` if the files cannot be written, and then leaves none behind."""
         partial = self.folder / (PARTIAL + name)
         try:
             save_snapshot(snapshot, partial, TensorParallel())
@@ -201,7 +209,7 @@ class FolderTier:
             raise OSError(str(error)) from error
 
     def get(self, name: str) -> Snapshot:
-        """Raises as `load_snapshot`, and `OSError` where files cannot be read."""
+        """Reads a prefix. Raises the errors of `load_snapshot`, and `OSError` if files cannot be read."""
         return load_snapshot(self.folder / name, TensorParallel())
 
     def remove(self, names: Iterable[str]) -> None:

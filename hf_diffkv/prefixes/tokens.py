@@ -1,4 +1,4 @@
-"""Token ids as they are stored, and what they are found by."""
+"""Normalises token ids, and hashes their prefixes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DIGEST_BYTES = 16
 
 
 def as_tokens(name: str, value: Any) -> Tensor:
-    """int64 [tokens] on the CPU, from ids [tokens] or [1, tokens].
+    """Converts token ids [tokens] or [1, tokens] to int64 [tokens] on the CPU.
 
     Raises:
-        ValueError: of another shape, no integers, or more than one request.
+        ValueError: the ids have another shape, are not integers, or belong to more than one request.
     """
     try:
         ids = torch.as_tensor(value)
@@ -36,7 +36,7 @@ def as_tokens(name: str, value: Any) -> Tensor:
 
 
 def digests(ids: Tensor, lengths: Iterable[int]) -> dict[int, str]:
-    """Hash of the first n ids for every n in `lengths`, in one pass over `ids` (int64 [tokens])."""
+    """Hashes the first n ids for every n in `lengths`, in one pass over `ids` (int64 [tokens])."""
     array: Any = ids.contiguous().numpy()
     content = memoryview(array).cast("B")
     running, done, found = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, {}

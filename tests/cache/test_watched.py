@@ -318,7 +318,7 @@ def copy_levels(cache: DiffKVCache) -> None:
 
 @contextmanager
 def within(model: PreTrainedModel, layer: int, hook: Callable[..., Any]) -> Iterator[None]:
-    """Has `hook` called within a forward, behind a layer."""
+    """Calls `hook` within a forward, after a layer."""
     handle = model.model.layers[layer].register_forward_hook(hook)
     try:
         yield
@@ -416,7 +416,7 @@ def test_a_forward_that_stops_halfway_holds_nobody_up(in_thread: bool) -> None:
 
 
 def test_a_forward_of_fewer_layers_ends_as_well() -> None:
-    """As with an early exit: the last layer never comes, and the next forward is another one."""
+    """Ends a forward whose last layer never comes, as with an early exit, when the next one begins."""
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, CONFIGS["lossless"])
     last, model.model.layers = model.model.layers[2], model.model.layers[:2]

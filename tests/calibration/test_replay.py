@@ -53,7 +53,7 @@ def losses(model: Any) -> tuple[Tensor | None, list[float]]:
 
 
 def sampling(patch: pytest.MonkeyPatch) -> None:
-    """Has few tokens of a small vocabulary count as likely."""
+    """Lowers the number of likely tokens, so that a small vocabulary is sampled."""
     patch.setattr(replay_module, "MOST_LIKELY", 4)
     patch.setattr(replay_module, "OTHERS_STEP", 3)
 

@@ -45,7 +45,7 @@ def of(model: Any, label: str) -> dict[str, Any]:
 
 
 def go(path: Path, model: Any, *labels: str) -> list[tuple[str, str]]:
-    """What is measured."""
+    """Runs methods and returns the pairs of method and document that were measured."""
     Invented.measured.clear()
     task, methods = get_task(TASK), [get_method(label) for label in labels]
     run(model, None, methods, [(task, documents_of(task, Source(None, 1)))], RunFolder(path, {}), quiet=True)
@@ -118,7 +118,7 @@ def test_peers_name_their_packages(model: Any) -> None:
 
 
 def test_evaluate_after_calibrate_shows_new_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same command before and after; a method that is not named again is left out of the table."""
+    """Runs a command before and after calibration; a method that is not named again is left out of the table."""
     evaluate = ["evaluate", "--model", "tiny-lm", "--tasks", "text", "--documents", "1", "--length", "300", "--quiet"]
     evaluate += ["--output", str(tmp_path / "run")]
     assert main([*evaluate, "--methods", "diffkv,diffkv:K8V4,diffkv:small"]) == 0
@@ -129,7 +129,7 @@ def test_evaluate_after_calibrate_shows_new_figures(tmp_path: Path, capsys: pyte
     again = {record.method: record for record in RunFolder(tmp_path / "run", settings(tmp_path)).records()}
     assert again["diffkv"].bytes < records["diffkv"].bytes and again["diffkv:K8V4"] == records["diffkv:K8V4"]
     printed = capsys.readouterr()
-    assert "`diffkv:small`" not in printed.out and "`diffkv:K8V4`" in printed.out
+    assert "| diffkv:small |" not in printed.out and "| diffkv:K8V4 |" in printed.out
     assert "another version: diffkv:small. Name them in --methods" in " ".join(printed.err.split())
 
 

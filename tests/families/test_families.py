@@ -126,7 +126,7 @@ def test_past_the_original_length(name: str, tokens: int) -> None:
 
 
 def test_no_other_model_drops_its_cache() -> None:
-    """Those of this release whose code sets the cache to None before a step are tried above."""
+    """Finds the models whose code sets the cache to None before a step: they are tried above."""
     dropping = re.compile(r"^ +(cache|past_key_values) = None$", re.MULTILINE)
     preparing = re.compile(r"def prepare_inputs_for_generation\(.*?(?=\n    def |\nclass |\Z)", re.DOTALL)
     found = set()

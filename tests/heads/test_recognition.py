@@ -287,7 +287,7 @@ def test_each_file_is_read_once(folder: Path) -> None:
 
 
 def test_the_distance() -> None:
-    """As NumPy computes it of whole weights, of no more elements than are sampled."""
+    """Compares with NumPy on whole weights that have no more elements than are sampled."""
     config = tiny_model("llama").config
     rows = numpy.random.default_rng(0).normal(1, 0.3, (2, 5, 32)).astype("float32")
     marks = [Mark.of(config, {str(i): torch.tensor(row) for i, row in enumerate(each)}) for each in rows]

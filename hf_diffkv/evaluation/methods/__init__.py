@@ -1,4 +1,4 @@
-"""Ways to hold a KV cache, one small file each: `family` or `family:option+option+...`.
+"""KV cache methods, one small file each, named `family` or `family:option+option+...`.
 
 A module registers a function that turns the options, a list of strings, into a `Method`.
 """
@@ -17,10 +17,10 @@ method = METHODS.add
 
 
 def get_method(text: str) -> Method:
-    """The method that `text` names, for example `dense`, `diffkv:3/0` or `quanto:4`.
+    """Makes the method that `text` names, for example `dense`, `diffkv:3/0` or `quanto:4`.
 
     Raises:
-        EvaluationError: an unknown family, with suggestions, or options it does not have.
+        EvaluationError: the family is unknown (with suggestions) or does not have such options.
     """
     family, _, options = text.strip().partition(":")
     build = METHODS.find(family)

@@ -1,4 +1,4 @@
-"""What the runner asks of a way to hold a KV cache."""
+"""Interface of a KV cache method for the runner."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...compat import is_stateful
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of one cache.
+    """Memory of one cache.
 
     Attributes:
-        bytes: what is really held: metadata, scores, tables and slack included.
-        payload_bytes: codes and uncompressed tokens alone, where a method can tell.
-        simulated: whether `bytes` is computed from kept tokens and not held.
-        levels: tokens per level over all layers and heads, where a method has levels.
+        bytes: memory really held, including metadata, scores, tables and slack.
+        payload_bytes: bytes of codes and uncompressed tokens alone; None if the method cannot tell.
+        simulated: whether `bytes` is computed from the kept tokens instead of measured.
+        levels: number of tokens by level over all layers and heads; None if the method has no levels.
     """
 
     bytes: int
@@ -31,7 +31,7 @@ class HeldBytes:
     levels: dict[str, int] | None = None
 
     def share(self, part: float) -> HeldBytes:
-        """`part` of it all."""
+        """Scales all numbers by `part`."""
         return HeldBytes(
             round(self.bytes * part),
             None if self.payload_bytes is None else round(self.payload_bytes * part),
@@ -41,46 +41,47 @@ class HeldBytes:
 
 
 class Method(ABC):
-    """One way to hold a KV cache."""
+    """A KV cache method."""
 
     label: str = ""
-    # the environment it runs in, where it cannot run in this one
+    # environment it needs, if it cannot run in this one
     environment: str | None = None
-    # its cache forgets tokens and does not count them: generate() would give those to come wrong positions
+    # whether its cache does not count the tokens it drops, so that generate() would use wrong positions
     drops_tokens = False
-    # one cache takes several documents, padded on the left, each as if it were alone
+    # whether one cache can hold several left-padded documents, each as if it were alone
     batches = False
-    # padding is held like any other token
+    # whether padding is stored like other tokens
     stores_padding = True
-    # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
+    # whether several texts may be run at once, separated by a mask (`Session.ask`)
     asks_at_once = True
-    # distributions whose versions decide what it does, beside this one
+    # further distributions whose versions affect its figures
     packages: tuple[str, ...] = ("transformers",)
 
     @abstractmethod
     def new_cache(self, model: Any) -> Any:
-        """An empty cache for `model`. Raises where the model does not work with it."""
+        """Makes an empty cache for `model`. Raises an error if the model does not work with it."""
 
     def decided_by(self, model: Any) -> dict[str, Any]:
-        """What `label` leaves open and the model, or files beside it, decide; ready for JSON.
+        """Returns settings that `label` leaves to the model or to its files, ready for JSON.
 
-        Raises `ValueError` or `OSError` where the method cannot be used with the model.
+        Raises:
+            ValueError, OSError: the method cannot be used with the model.
         """
         return {}
 
     def branch(self, cache: Any) -> Any:
-        """A cache that continues from the same tokens without changing `cache`."""
+        """Makes a cache that continues from the same tokens without changing `cache`."""
         twin = copy.copy(cache)
         twin.layers = [branched(layer) for layer in cache.layers]
         return twin
 
     def held(self, cache: Any) -> HeldBytes:
-        """What `cache` takes, in bytes."""
+        """Returns the memory of `cache`."""
         return HeldBytes(tensor_bytes(cache.layers))
 
     @contextmanager
     def attached(self, model: Any, cache: Any) -> Iterator[None]:
-        """Around every forward of `model` with `cache`."""
+        """Prepares `model` for forwards with `cache` within the block."""
         yield
 
     def __repr__(self) -> str:
@@ -88,16 +89,16 @@ class Method(ABC):
 
 
 def branched(layer: Any) -> Any:
-    """A layer of Transformers' dynamic caches that goes on without changing `layer`."""
-    # they replace their tensors and never write into them; those with a state do
+    """Copies a layer of Transformers' dynamic caches so that it can continue without changing `layer`."""
+    # these layers replace their tensors and never write into them; layers with a state do
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)
 
 
 def tensor_bytes(root: Any) -> int:
-    """Bytes of all distinct tensors reachable from `root` through attributes, containers and tensor subclasses.
+    """Returns the bytes of all distinct tensors reachable from `root` by attributes, containers and tensor subclasses.
 
-    A view counts as all of the memory that it keeps from being freed, but for those of sliding-window layers: they look
-    at what the last forward saw, which the next forward frees.
+    A view counts with all memory that it keeps alive. Views of sliding-window layers count only with their own size, as
+    the next forward frees the rest.
     """
     storages: dict[int, int] = {}
     within_windows = 0
@@ -128,7 +129,7 @@ def tensor_bytes(root: Any) -> int:
 
 
 def attends_fully(model: Any) -> bool:
-    """Whether every layer attends to all tokens before, so that one mask says it for all."""
+    """Returns whether every layer attends to all earlier tokens, so that one mask fits all layers."""
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
     if types is not None:

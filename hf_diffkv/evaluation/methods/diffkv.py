@@ -1,13 +1,18 @@
-"""Every configuration of this library: `diffkv`, `diffkv:K8V4`, `diffkv:3/0.02`, `diffkv:K6V4/K4V2+window=128`.
+"""Methods for this library's cache: `diffkv`, `diffkv:K8V4`, `diffkv:3/0.02`, `diffkv:K6V4/K4V2+window=128`.
 
-Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
-are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
-that name; the presets `quality`, `balanced` and `small` are ratios for a model whose heads were measured, and
-`target_ratio=0.2` is any other; `config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say;
-anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
+Without options the configuration is that of `DiffKVConfig.for_model`. Options are:
 
-Other policies, on the same pages, are methods too: `leankv:high_cut=0.3`. Their options are those of the policy and of
-`diffkv`. No sinks are exact beside the window.
+- `KxVy`: one precision for all tokens;
+- `KxVy/KxVy`: precisions of the high and the low level;
+- two numbers: `alpha_high/alpha_low`;
+- `lossless`, `paper`: configurations of that name;
+- `quality`, `balanced`, `small`: presets, which stand for ratios if the model's heads were measured;
+- `target_ratio=0.2`: another ratio;
+- `config=NAME`: a configuration in a folder or on the Hub, for example from `hf-diffkv calibrate`;
+- `field=value`: a field of `DiffKVConfig`, with the value as in JSON.
+
+Other policies on the same pages are methods too, such as `leankv:high_cut=0.3`. Their options are those of the policy
+and of `diffkv`. By default they keep no exact sinks.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from ..errors import EvaluationError, meant, unknown
 from . import method
 from .base import HeldBytes, Method
 
-# keys among the fields that `for_model` takes beside those of `DiffKVConfig`
+# keyword argument of `for_model` that is not a field of `DiffKVConfig`
 PRESET = "preset"
 DEFAULT_POLICY = "diffkv"
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(DiffKVConfig)}
@@ -40,11 +45,11 @@ DECIMAL = r"\d+(?:\.\d+)?"
 
 
 class DiffKVMethod(Method):
-    """A `DiffKVCache`.
+    """Method that uses a `DiffKVCache`.
 
     Args:
-        fields: of `DiffKVConfig`; on top of what `for_model` chooses, unless `base` is given.
-        base: name of a class method of `DiffKVConfig` to start from.
+        fields: fields of `DiffKVConfig` that override the choice of `for_model`, or of `base`.
+        base: name of a class method of `DiffKVConfig` to start from instead of `for_model`.
     """
 
     batches = True
@@ -52,11 +57,11 @@ class DiffKVMethod(Method):
 
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base
-        # what is wrong with the fields is said before a model is loaded
+        # reports invalid fields before a model is loaded
         self.config_for(None)
 
     def config_for(self, model: Any) -> DiffKVConfig:
-        """The configuration of the caches of a model or its configuration; without any only the fields are checked."""
+        """Returns the configuration of caches for a model or its configuration; None only checks the fields."""
         if self.base is not None:
             return getattr(DiffKVConfig, self.base)(**self.fields)
         if model is None:
@@ -70,7 +75,7 @@ class DiffKVMethod(Method):
         return DiffKVCache(model, self.config_for(model))
 
     def decided_by(self, model: Any) -> dict[str, Any]:
-        """Digests of the configuration, which depends on what was measured, and of the measured queries."""
+        """Returns digests of the configuration, which depends on measurements, and of the measured queries."""
         fields = json.dumps(self.config_for(model).to_dict(), sort_keys=True).encode()
         queries = queries_of(model)
         return {"config": _digest(fields), "queries": None if queries is None else _digest(queries.read_bytes())}
@@ -98,7 +103,7 @@ def _digest(content: bytes) -> str:
 
 
 def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
-    """Fields of `DiffKVConfig` and the name of what to start from."""
+    """Parses options to fields of `DiffKVConfig` and the name of the class method to start from."""
     fields: dict[str, Any] = {}
     base = None
     for option in options:
@@ -138,7 +143,7 @@ def _saved(name: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value of an option: a precision, JSON, or the text as it is."""
+    """Parses the value of an option as a precision or JSON; else returns the text."""
     if PRECISION_NAME.fullmatch(text):
         return Precision.parse(text)
     try:

@@ -1,8 +1,8 @@
-"""Presses of kvpress by name and share of the prompt's tokens that they remove: `kvpress:snapkv+0.57`.
+"""Methods for kvpress, with a press and the share of the prompt's tokens it removes: `kvpress:snapkv+0.57`.
 
-Whole numbers of a press follow: `kvpress:snapkv+0.57+window_size=16`. `adakv-` before a press lets the heads of a layer
-share its budget (AdaKV). kvpress needs an older Transformers than this library, so these methods run in an environment
-of their own: `make kvpress`.
+Integer arguments of the press may follow: `kvpress:snapkv+0.57+window_size=16`. `adakv-` before a press lets the heads
+of a layer share its budget (AdaKV). kvpress needs an older Transformers than this library, so these methods run in
+their own environment (`make kvpress`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ PRESSES = {
     "tova": "TOVAPress",
 }
 ADAKV = "adakv-"
-# it reads the attention weights, which only eager attention returns; AdaKV does not run on that
+# this press needs attention weights, which only eager attention returns and AdaKV does not support
 EAGER = "observed-attention"
-# layers as large as PyramidKV wants them: AdaKV would overrule that
+# AdaKV would also overrule the sizes that PyramidKV gives to layers
 WITHOUT_ADAKV = (EAGER, "pyramidkv")
 
 
 class KVPressMethod(Method):
-    """A press on a `DynamicCache`: compresses the prompt, once, and keeps all that follows.
+    """Method with a press on a `DynamicCache`, which compresses the prompt once and keeps all later tokens.
 
-    A press that removes the same number of tokens from all heads of a layer really frees them. AdaKV removes different
-    numbers, and kvpress hides those tokens from attention instead of freeing them: bytes are those of the tokens that
-    it keeps, which is `simulated`.
+    A press that removes equally many tokens from all heads of a layer really frees them. AdaKV removes different
+    numbers, and kvpress only hides these tokens from attention. Bytes are then computed from the kept tokens
+    (`simulated`).
 
     Args:
-        press: a key of `PRESSES`, or one behind `adakv-`.
+        press: key of `PRESSES`, possibly prefixed with `adakv-`.
         ratio: share of tokens to remove, from 0 to below 1.
-        numbers: further arguments of the press, for example `window_size`.
+        numbers: further integer arguments of the press, for example `window_size`.
     """
 
     environment = "kvpress"
@@ -57,7 +57,7 @@ class KVPressMethod(Method):
 
     def __init__(self, press: str, ratio: float, numbers: dict[str, int]) -> None:
         self.press, self.ratio, self.numbers = press, ratio, numbers
-        # hidden tokens get keys that no query of a forward attends to, which are the harder to find the more there are
+        # hidden tokens get keys that no query of a forward attends to, which are harder to find for more queries
         self.asks_at_once = not press.startswith(ADAKV)
 
     def new_cache(self, model: Any) -> Any:
@@ -79,7 +79,7 @@ class KVPressMethod(Method):
                     model.set_attn_implementation("eager")
                 with self._build()(model):
                     yield
-                # kvpress leaves them on the model, where another cache would find them
+                # kvpress leaves these on the model, where they would affect another cache
                 cache.hidden = [getattr(module, "masked_key_indices", None) for module in modules]
         finally:
             for module in modules:
@@ -106,7 +106,7 @@ class KVPressMethod(Method):
 
 
 def _draw_by_layer(press: Any) -> None:
-    """Has a random press draw the same in a layer each time, and in every layer something else."""
+    """Seeds a random press by layer, so that draws repeat within a layer and differ between layers."""
     score = press.score
 
     def seeded(module: Any, *arguments: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Transformers' own caches: `dense`, which others are compared with, `static`, `quanto:4`, `hqq:2`, `fp8` and so on."""
+"""Methods for Transformers' own caches: `dense`, the reference of all comparisons, `static`, `quanto:4`, `fp8` etc."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from . import method
 from .base import HeldBytes, Method, tensor_bytes
 
 DENSE, STATIC, FP8 = "dense", "static", "fp8"
-# by backend: its module, its package, and the numbers of bits it has
+# module, package and supported numbers of bits, by backend
 QUANTIZERS = {"quanto": ("optimum.quanto", "optimum-quanto", (2, 4)), "hqq": ("hqq", "hqq", (1, 2, 3, 4, 8))}
 
 
 class DenseMethod(Method):
-    """The uncompressed cache, sliding windows included."""
+    """Method with the uncompressed cache, sliding windows included."""
 
     batches = True
 
@@ -31,7 +31,7 @@ class DenseMethod(Method):
 
 
 class StaticMethod(Method):
-    """`StaticCache` of `max_cache_len` tokens; `evaluate` has none, as it must know the length beforehand."""
+    """Method with a `StaticCache` of `max_cache_len` tokens; not in `evaluate`, as it needs the length in advance."""
 
     def __init__(self, max_cache_len: int) -> None:
         self.max_cache_len, self.label = max_cache_len, STATIC
@@ -41,7 +41,7 @@ class StaticMethod(Method):
 
 
 class QuantizedMethod(Method):
-    """Everything but a residual of `residual_length` tokens (128, Transformers' default) at one number of bits."""
+    """Method with all tokens at one number of bits, except a residual of 128 tokens (Transformers' default)."""
 
     def __init__(self, backend: str, bits: int | None) -> None:
         self.backend, self.bits = backend, bits

@@ -1,4 +1,4 @@
-"""What methods are judged by, one small file each. A module registers a class without arguments."""
+"""Tasks to evaluate methods on, one small file each. A module registers a class without arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import Document, Metric, Task
 TASKS: Registry[Callable[[], Task]] = Registry("task", __name__)
 # decorator for the class of a task, called with its name
 task = TASKS.add
-# tasks and suites that lm-evaluation-harness runs, by the names that they had here
+# tasks and suites that lm-evaluation-harness runs instead, by their former names here
 HARNESS_TASKS = {
     "gsm8k": "gsm8k",
     "math": "minerva_math",
@@ -30,7 +30,7 @@ HARNESS_TASKS = {
 
 
 def suites() -> dict[str, list[str]]:
-    """Names of tasks by suite."""
+    """Returns the names of tasks by suite."""
     found: dict[str, list[str]] = {}
     for name in TASKS.names():
         for suite in get_task(name).suites:
@@ -39,7 +39,7 @@ def suites() -> dict[str, list[str]]:
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`; `EvaluationError` with suggestions where there is none, or where the harness has it."""
+    """Makes the task `name`. Raises `EvaluationError` with suggestions if there is none, or if the harness has it."""
     harness = harness_task(name)
     if harness is not None:
         raise EvaluationError(
@@ -52,7 +52,7 @@ def get_task(name: str) -> Task:
 
 
 def harness_task(name: str) -> str | None:
-    """What lm-evaluation-harness calls a task that was called `name` here; None where it has none."""
+    """Returns lm-evaluation-harness's name for a task formerly called `name` here, or None."""
     if name.startswith("longbench-"):
         return name.replace("-", "_").replace("repobench_p", "repobench-p")
     return HARNESS_TASKS.get(name)

@@ -1,4 +1,4 @@
-"""What the runner asks of a task."""
+"""Interface of a task for the runner."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from ..session import Batch, Session
 
-# of one document: metric -> (sum, weight); a figure over documents is the sum of sums over the sum of weights
+# sum and weight of one document by metric; a figure over documents is the sum of sums over the sum of weights
 Sums = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the table.
+    """A metric, shown as a column of the table.
 
     Attributes:
         name: key in a record's metrics.
-        title: of the column.
-        higher_is_better: of the figure.
-        transform: from the mean to the figure.
-        digits: decimals, or None for a count `sum of weight`.
+        title: title of the column.
+        higher_is_better: whether higher figures are better.
+        transform: function from the mean to the figure.
+        digits: number of decimals; None shows a count, `sum of weight`.
     """
 
     name: str
@@ -43,14 +43,14 @@ PERPLEXITY = Metric("nll", "perplexity", False, transform=math.exp, digits=2)
 
 @dataclass(frozen=True)
 class Document:
-    """One prompt with what is asked of it.
+    """A prompt with its questions or its continuation.
 
     Attributes:
-        name: unique within the task.
+        name: name, unique within the task.
         context: token ids of the prompt.
-        questions: of a task that asks: token ids of each question and of its answer.
-        continuation: of a task that continues: token ids that follow the prompt.
-        extra: whatever else the task needs, ready for JSON.
+        questions: token ids of each question and of its answer, for tasks that ask.
+        continuation: token ids that follow the prompt, for tasks that continue.
+        extra: further data of the task, ready for JSON.
     """
 
     name: str
@@ -61,29 +61,29 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """The most tokens a cache sees of it."""
+        """Largest number of tokens that a cache sees of the document."""
         longest = max((len(q) + len(a) for q, a in self.questions), default=0)
         return len(self.context) + max(longest, len(self.continuation)) + self.extra.get("more_tokens", 0)
 
     @property
     def digest(self) -> str:
-        """Tells documents of one name apart whose content differs, for example by another tokenizer."""
+        """Digest of the content, which differs between tokenizers for example, 16 hexadecimal digits."""
         content = json.dumps([self.context, self.questions, self.continuation, self.extra], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What documents are made from.
+    """Settings from which documents are made.
 
     Attributes:
-        tokenizer: of the model.
-        count: how many documents.
-        length: tokens of a prompt; None takes the task's own.
-        seed: of everything drawn at random.
-        limit: the most tokens the model takes; None where it does not say.
-        max_new_tokens: of tasks that generate; None takes the task's own.
-        sample: whether they draw tokens as the model's generation config says; the likeliest ones otherwise.
+        tokenizer: tokenizer of the model.
+        count: number of documents.
+        length: number of tokens of a prompt; None takes the task's own.
+        seed: seed of all random draws.
+        limit: maximum number of tokens of the model; None if unknown.
+        max_new_tokens: maximum number of generated tokens; None takes the task's own.
+        sample: whether to sample tokens by the model's generation config instead of greedy decoding.
     """
 
     tokenizer: Any
@@ -96,37 +96,38 @@ class Source:
 
 
 class Task(ABC):
-    """Documents, and how a method does on one of them."""
+    """A task: makes documents and measures a method on them."""
 
     name: str = ""
-    # names by which a command can take several tasks; "offline" ones take little time
+    # names of groups of tasks for commands; tasks of "offline" take little time
     suites: tuple[str, ...] = ("offline",)
-    # `measure_batch` measures several documents in one cache
+    # whether `measure_batch` can measure several documents in one cache
     batches = False
-    # how many documents and how many tokens of prompt where the user does not say
+    # default number of documents, and of tokens of a prompt
     count = 4
     length: int | None = 1600
     metrics: tuple[Metric, ...] = ()
 
     @abstractmethod
     def documents(self, source: Source) -> list[Document]:
-        """`source.count` documents; the same ones for the same source. Raises `EvaluationError`."""
+        """Makes `source.count` documents, the same ones for the same source. Raises `EvaluationError`."""
 
     @abstractmethod
     def measure(self, session: Session, document: Document, reference: Any) -> tuple[Sums, Any, dict[str, Any]]:
-        """Runs one document.
+        """Measures one document.
 
         Args:
-            session: with an empty cache.
-            reference: what `measure` observed of this document with the dense cache; None for the dense cache itself.
+            session: session with an empty cache.
+            document: document to measure.
+            reference: observations of this document with the dense cache; None for the dense cache itself.
 
         Returns:
-            The sums of the task's metrics, what later methods are compared with, and details for the record, among them
-            "held"; where methods may end with different numbers of tokens, "tokens" says with how many.
+            Sums of the task's metrics; observations, with which later methods are compared; and details for the record.
+            Details include "held", and "tokens" with the number of tokens if it can differ between methods.
         """
 
     def measure_batch(
         self, batch: Batch, documents: Sequence[Document], references: Sequence[Any]
     ) -> list[tuple[Sums, Any, dict[str, Any]]]:
-        """Runs several documents in the empty cache of `batch`; for each what `measure` returns."""
+        """Measures several documents in the empty cache of `batch`, and returns the result of `measure` for each."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Tasks that hide facts in filler text and ask for them once the prompt is in the cache, and compressed."""
+"""Tasks that hide facts in filler text and ask for them after the prompt was cached and compressed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import task
 from .base import KL, RIGHT, TOP1, Document, Source, Sums, Task
 from .prompts import CITIES, NAMES, OBJECTS, distinct, encode, filler, hide_facts, rng_for
 
-# facts of a text of each task; how often a value changes, and sentences of talk before a question
+# facts per text of each task; changes per value, and filler sentences before a question
 PAIRS, WORDS, PASSAGES, PEOPLE = 12, 12, 4, 6
 CHANGES, TALK = 3, 4
 # facts, and questions with their answers
@@ -25,15 +25,15 @@ AskedFacts = tuple[list[str], list[tuple[str, str]]]
 
 
 class AskingTask(Task):
-    """Every question on a branch of the cache that holds the prompt.
+    """Task that asks every question on a branch of the cache with the prompt.
 
-    The expected answer is teacher-forced behind its question in one forward. It counts as right where every token of
-    it is the likeliest one, which is when greedy decoding writes it. `right` counts the answers that the dense cache
-    gets right; KL and top-1 agreement are over all positions of all answers.
+    The expected answer is teacher-forced after its question in one forward. It counts as right if each of its tokens is
+    the most likely one, so that greedy decoding would generate it. `right` counts only answers that the dense cache
+    gets right. KL and top-1 agreement are over all positions of all answers.
     """
 
     metrics = (RIGHT, KL, TOP1)
-    # whether a question sees the questions and answers before it
+    # whether a question sees earlier questions and answers
     in_turn = False
 
     def measure(self, session: Session, document: Document, reference: Any) -> tuple[Sums, Any, dict[str, Any]]:
@@ -58,7 +58,7 @@ class AskingTask(Task):
 
 
 def _answer_in_turn(session: Session, document: Document) -> list[Tensor]:
-    """Logits of every token of each answer, [tokens, vocabulary]; questions and answers stay in the cache."""
+    """Returns the logits of each answer's tokens, [tokens, vocabulary]; questions and answers stay in the cache."""
     observed = []
     before: tuple[int, ...] = ()
     for question, answer in document.questions:
@@ -68,21 +68,21 @@ def _answer_in_turn(session: Session, document: Document) -> list[Tensor]:
 
 
 class FactsTask(AskingTask):
-    """Every fact is said once; a question begins as the fact did, and the answer is how it went on."""
+    """Task with facts stated once; a question repeats the beginning of a fact, and the answer is the rest."""
 
     count = 2
-    # whether the text says the facts in their order
+    # whether the text states the facts in their order
     ordered = False
 
     @abstractmethod
     def facts(self, rng: random.Random) -> AskedFacts:
-        """The facts, and questions with their answers."""
+        """Draws facts, and questions with their answers."""
 
     def documents(self, source: Source) -> list[Document]:
         return [self.document(source, index) for index in range(source.count)]
 
     def document(self, source: Source, index: int) -> Document:
-        """One of them."""
+        """Makes one document."""
         rng = rng_for(source, self.name, index)
         facts, asked = self.facts(rng)
         context = hide_facts(source, rng, facts, ordered=self.ordered)
@@ -106,7 +106,7 @@ class KeyValue(FactsTask):
 
 @task("dictionary")
 class Dictionary(FactsTask):
-    """What each of several invented words means."""
+    """Meanings of invented words."""
 
     count = 4
 
@@ -118,7 +118,7 @@ class Dictionary(FactsTask):
 
 
 def passage(rng: random.Random) -> tuple[str, str]:
-    """How a passage begins, and the rest of it."""
+    """Draws the beginning of a passage, and its rest."""
     first, second, place = distinct(rng, 3)
     one, two = rng.sample(NAMES, 2)
     thing, other = rng.sample(OBJECTS, 2)
@@ -132,7 +132,7 @@ def passage(rng: random.Random) -> tuple[str, str]:
 
 @task("passage")
 class Passage(FactsTask):
-    """Passages, word for word: one is right when all of its forty-odd tokens are."""
+    """Passages word for word; one is right if all of its forty-odd tokens are."""
 
     def facts(self, rng: random.Random) -> AskedFacts:
         passages = [passage(rng) for _ in range(PASSAGES)]
@@ -141,7 +141,7 @@ class Passage(FactsTask):
 
 
 class AskedAtTheEnd(FactsTask):
-    """One of another task's facts, asked for at the prompt's end: what methods that drop tokens are made for."""
+    """Task that asks for one fact at the end of the prompt, the case that methods that drop tokens are made for."""
 
     suites = ()
     count = 24
@@ -149,21 +149,21 @@ class AskedAtTheEnd(FactsTask):
     def document(self, source: Source, index: int) -> Document:
         document = super().document(source, index)
         question, answer = document.questions[index % len(document.questions)]
-        # the last token is fed behind the prompt, as its logits predict the answer
+        # the last token is run after the prompt, as its logits predict the answer
         context, asked = (*document.context, *question[:-1]), (question[-1:], answer)
         return dataclasses.replace(document, context=context, questions=(asked,))
 
 
 @task("key-value-asked")
 class KeyValueAsked(AskedAtTheEnd, KeyValue):
-    """A code."""
+    """One code, asked for at the end of the prompt."""
 
     count = 12
 
 
 @task("city-asked")
 class CityAsked(AskedAtTheEnd):
-    """`Maria lives in Oslo.` on a line of its own: an answer of one word."""
+    """`Maria lives in Oslo.` on a separate line, with an answer of one word."""
 
     def facts(self, rng: random.Random) -> AskedFacts:
         asked = [
@@ -174,19 +174,19 @@ class CityAsked(AskedAtTheEnd):
 
 @task("dictionary-asked")
 class DictionaryAsked(AskedAtTheEnd, Dictionary):
-    """What an invented word means: an answer of four or five words."""
+    """Meaning of an invented word, with an answer of four or five words."""
 
 
 @task("passage-asked")
 class PassageAsked(AskedAtTheEnd, Passage):
-    """A passage, word for word."""
+    """One passage word for word, asked for at the end of the prompt."""
 
     count = 12
 
 
 @task("updates")
 class Updates(FactsTask):
-    """`By now Maria lives in Oslo.`, later `By now Maria lives in Lima.`: where does she live at the end?"""
+    """Values that change: `By now Maria lives in Oslo.`, later `By now Maria lives in Lima.`; asks for the last one."""
 
     ordered = True
 
@@ -202,7 +202,7 @@ class Updates(FactsTask):
 
 @task("turns")
 class Turns(Dictionary):
-    """The questions of `dictionary` one after another on one cache, each behind `TALK` sentences of filler."""
+    """Questions of `dictionary` one after another on one cache, each after `TALK` sentences of filler."""
 
     count = 2
     in_turn = True

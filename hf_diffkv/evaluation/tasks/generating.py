@@ -1,4 +1,4 @@
-"""Tasks whose answers are generated and then read."""
+"""Tasks with generated answers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MARK = "\ue000"
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """What a user says: by the chat template of a model, or as plain text where it has none.
+    """User message, in the model's chat template or as plain text if there is none.
 
     Attributes:
-        question: text behind the context, or all there is.
+        question: text after the context, or the whole text.
         context: text that comes first and is compressed before the question is known.
-        cue: what ends a plain prompt, in the place of the header that a template begins the answer with.
-        lead: how the answer begins; the model goes on from there.
+        cue: end of a plain prompt, in place of the template's header of the answer.
+        lead: beginning of the answer, which the model continues.
     """
 
     question: str
@@ -39,7 +39,7 @@ class ChatPrompt:
     lead: str = ""
 
     def encode(self, tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids of the context, none where there is none, and of the question; a model gets no room to think."""
+        """Returns token ids of the context, possibly empty, and of the question, without thinking."""
         chat = bool(getattr(tokenizer, "chat_template", None))
         text = f"{self.context}{MARK}{self.question}"
         if chat:
@@ -55,13 +55,13 @@ class ChatPrompt:
         if not self.context:
             before, after = "", before + after
         first, *rest = (part for part in (before, after) if part)
-        # a template brings the special tokens along
+        # a template already includes special tokens
         ids = encode(tokenizer, first) if chat else tuple(tokenizer(first).input_ids)
         return (ids, encode(tokenizer, rest[0])) if rest else ((), ids)
 
 
 def spoken(text: str) -> str:
-    """`text` without what a thinking model thought; nothing where it has not come to an end of thinking."""
+    """Removes a model's thinking from `text`; returns an empty text if thinking did not end."""
     _, end, answer = text.rpartition(END_OF_THOUGHT)
     if end:
         return answer.strip()
@@ -69,10 +69,10 @@ def spoken(text: str) -> str:
 
 
 class GeneratingTask(Task):
-    """The answer is whatever the model writes; `score_answer` says how good it is, from 0 to 1.
+    """Task whose answers the model generates, with scores from 0 to 1 by `score_answer`.
 
-    Where a prompt has a context it is in the cache, and compressed, before the question comes. `score` is the mean over
-    documents; `kept` is what it is of the dense cache's, over those documents for which that one scores at all.
+    A prompt's context is cached and compressed before the question comes. `score` is the mean over documents. `kept` is
+    the share of the dense cache's score, over the documents on which that score is above 0.
     """
 
     metrics = (SCORE, KEPT_OF_DENSE)
@@ -81,13 +81,16 @@ class GeneratingTask(Task):
 
     @abstractmethod
     def score_answer(self, text: str, document: Document) -> float:
-        """From 0 (wrong) to 1 (right); `document.extra["expected"]` says what is right."""
+        """Scores an answer from 0 (wrong) to 1 (right), by `document.extra["expected"]`."""
 
     def document(self, source: Source, name: str, prompt: ChatPrompt, expected: Any) -> Document:
-        """The document that asks `prompt`.
+        """Makes the document that asks `prompt`.
 
         Args:
-            expected: what `score_answer` needs to know, ready for JSON.
+            source: settings of the document.
+            name: name of the document.
+            prompt: message of the user.
+            expected: data for `score_answer`, ready for JSON.
         """
         context, question = prompt.encode(source.tokenizer)
         extra = {
@@ -130,7 +133,7 @@ class GeneratingTask(Task):
 
 @contextmanager
 def _options(document: Document) -> Iterator[dict[str, Any]]:
-    """Arguments of `generate`; every method draws the same random numbers, and nobody else's are changed."""
+    """Yields arguments of `generate`, with a seed that is equal for every method and does not affect other draws."""
     extra = document.extra
     options = {"max_new_tokens": extra["more_tokens"]}
     if extra["seed"] is None:

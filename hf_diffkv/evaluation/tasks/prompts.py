@@ -1,4 +1,4 @@
-"""Material for generated prompts: invented words, names, sentences that say nothing about them, facts among these."""
+"""Material for prompts: invented words, names, filler sentences, and facts hidden among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ..errors import EvaluationError
 from .base import Source
 
-# tokens left for what the tokenizer makes of joined sentences
+# spare tokens, as joined sentences may have more tokens
 SLACK = 8
 
 ONSETS = tuple("b br d dr f fl g gr k l m n p pl r s st t tr v z".split())
@@ -58,17 +58,17 @@ OBJECTS = (
 
 
 def invented_word(rng: random.Random) -> str:
-    """Two syllables that are hardly an English word."""
+    """Draws a word of two syllables that is hardly English."""
     return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)) + rng.choice(ENDINGS)
 
 
 def distinct(rng: random.Random, count: int) -> list[str]:
-    """`count` invented words, no two alike."""
+    """Draws `count` different invented words."""
     return different(lambda: invented_word(rng), count)
 
 
 def different(draw: Callable[[], str], count: int, known: Iterable[str] = ()) -> list[str]:
-    """`known` and what is drawn until there are `count` texts, no two alike."""
+    """Returns `known` with further draws, until there are `count` different texts."""
     found = dict.fromkeys(known)
     while len(found) < count:
         found[draw()] = None
@@ -76,26 +76,29 @@ def different(draw: Callable[[], str], count: int, known: Iterable[str] = ()) ->
 
 
 def filler(rng: random.Random) -> Iterator[str]:
-    """Sentences without end that say nothing of what is asked."""
+    """Yields endless sentences that are unrelated to the questions."""
     while True:
         sentence = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(TIMES)}."
         yield f"{sentence} {rng.choice(ASIDES)}" if rng.random() < 0.6 else sentence
 
 
 def encode(tokenizer: object, text: str) -> tuple[int, ...]:
-    """Token ids without special tokens, for text that follows other text."""
+    """Returns token ids without special tokens, for text that follows other text."""
     return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def rng_for(source: Source, task: str, index: int) -> random.Random:
-    """A generator for one document, the same wherever and in whatever order documents are made."""
+    """Makes the random generator of one document, independent of the order in which documents are made."""
     return random.Random(f"{source.seed}/{task}/{index}")
 
 
 def hide_facts(source: Source, rng: random.Random, facts: Sequence[str], *, ordered: bool) -> tuple[int, ...]:
-    """Token ids of about `source.length` tokens of filler with `facts` at random places; special tokens as of a prompt.
+    """Returns token ids of about `source.length` tokens of filler with `facts` at random places.
 
     Args:
+        source: settings of the document.
+        rng: random generator of the document.
+        facts: sentences to insert.
         ordered: whether the facts keep their order.
 
     Raises:

@@ -1,9 +1,9 @@
-"""RULER's synthetic tasks (Hsieh et al., 2024).
+"""Synthetic tasks of RULER (Hsieh et al., 2024).
 
-The tasks are made anew after RULER's definitions; the wording, the words and the long texts are this package's own, so
-that figures compare methods with each other and not with a published list. Unlike in RULER the text is in the cache,
-and compressed, before the question comes: a cache that sees the question while it compresses can keep just what the
-question needs, which users of a cached document cannot have.
+The tasks follow RULER's definitions, with this package's own wording, words and long texts. So figures compare methods
+with each other, not with published figures. Unlike in RULER, the text is cached and compressed before the question
+comes. A cache that sees the question while it compresses could keep only what the question needs, which is not possible
+for users of a cached document.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .generating import ChatPrompt, GeneratingTask
 from .prompts import different, invented_word, rng_for
 from .text import texts
 
-# needles: the line of noise, and what they may be hidden in
+# needles: line of noise, and kinds of text that hide them
 NOISE = "The meadow is wide. The water is clear. The night is long. Off we walk. Out and home again."
 NOISE_TEXT, REAL_TEXT, NEEDLES = "noise", "text", "needles"
-# assignments from one variable to the next, and lines of noise in the example that comes first
+# assignments from one variable to the next, and lines of noise in the preceding example
 HOPS, EXAMPLE_LINES = 4, 4
-# common words: prompts of at least so many tokens, how often a common and another word is in the list
+# common words: their number, and by least tokens of a prompt how often common and other words are listed
 COMMON, REPEATS = 10, ((4096, 30, 3), (1024, 6, 1), (0, 3, 1))
 EXAMPLE_REPEATS, EXAMPLE_OTHERS = (3, 1), 5
-# frequent words: how many are asked for, of how many letters, and tokens of prompt for each different word
+# frequent words: number asked for, letters of a word, and tokens of a prompt per different word
 ASKED, LETTERS, TOKENS_PER_WORD = 3, 6, 50
-# exponent of their distribution and the sum it is divided by; the most frequent word is none
+# exponent of their distribution and its normalisation; the most frequent entry is dots, not a word
 ALPHA, ZETA, DOTS = 2.0, math.pi**2 / 6, "..."
-# from so many words on, the last of those asked for is there more often than the next one
+# number of words from which the last one asked for is more frequent than the next one
 FEWEST_TOLD_APART = 53
 
 
 class RulerTask(GeneratingTask):
-    """As long a text as fits into `length` tokens, and a question about it.
+    """Task with the longest text that fits into `length` tokens, and a question about it.
 
-    The score is the share of the expected strings that the answer holds, whatever the case.
+    The score is the share of the expected strings that the answer contains, ignoring case.
     """
 
     suites = ("ruler",)
@@ -53,13 +53,13 @@ class RulerTask(GeneratingTask):
 
     @abstractmethod
     def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
-        """What is asked with `size` pieces of text, 1 or more, and the expected strings."""
+        """Makes the prompt with `size` pieces of text, 1 or more, and the expected strings."""
 
     def documents(self, source: Source) -> list[Document]:
         return [self._longest(source, index) for index in range(source.count)]
 
     def _longest(self, source: Source, index: int) -> Document:
-        """The document of the most pieces whose prompt takes up to `source.length` tokens."""
+        """Makes the document with the most pieces whose prompt has at most `source.length` tokens."""
         good, bad, found = 0, None, None
         while bad is None or bad - good > 1:
             size = (good + bad) // 2 if bad is not None else max(1, 2 * good)
@@ -80,7 +80,7 @@ class RulerTask(GeneratingTask):
 
 @functools.cache
 def sentences() -> tuple[str, ...]:
-    """Sentences of real text, in order."""
+    """Returns the sentences of real text, in order."""
     text = re.sub(r"\s+", " ", " ".join(texts()))
     return tuple(sentence for sentence in re.split(r"(?<=[.!?]) ", text) if 20 <= len(sentence) <= 300)
 
@@ -91,13 +91,13 @@ def _common_words() -> tuple[str, ...]:
 
 
 def english_words(rng: random.Random, number: int) -> list[str]:
-    """`number` different words; once those of real text are used up, invented ones."""
+    """Draws `number` different words of real text, with invented ones if there are too few."""
     known = _common_words()
     return different(lambda: invented_word(rng), number, rng.sample(known, min(number, len(known))))
 
 
 def with_lines(rng: random.Random, lines: list[str], inserted: list[str]) -> list[str]:
-    """`lines` with those of `inserted`, in their order, at random places."""
+    """Inserts the lines of `inserted` into `lines` at random places, in their order."""
     places = sorted(rng.randrange(len(lines) + 1) for _ in inserted)
     result, start = [], 0
     for place, line in zip(places, inserted):
@@ -107,26 +107,26 @@ def with_lines(rng: random.Random, lines: list[str], inserted: list[str]) -> lis
 
 
 def from_text(rng: random.Random, number: int) -> list[str]:
-    """`number` sentences of real text in a row, from a random one on; the text begins again where it ends."""
+    """Returns `number` consecutive sentences of real text from a random one on, wrapping around at the end."""
     known = sentences()
     start = rng.randrange(len(known))
     return list(islice((known[position % len(known)] for position in count(start)), number))
 
 
 def behind_example(prompt: ChatPrompt, example: ChatPrompt, answer: str) -> ChatPrompt:
-    """`prompt` with an example and its answer in front of it."""
+    """Puts an example with its answer in front of `prompt`."""
     shown = f"{example.context}{example.question}\n{example.lead} {answer}\n\n"
     return replace(prompt, context=shown + prompt.context)
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """One variant.
+    """Variant of the needle tasks.
 
     Attributes:
-        text: what the needles are hidden in: one line over and over, real text, or other needles.
-        keys, values: what they are: "words", "numbers" or "uuids".
-        num_keys, num_values, num_queries: keys hidden, values of each, keys asked for.
+        text: kind of text that hides the needles: one repeated line, real text, or other needles.
+        keys, values: kinds of keys and values: "words", "numbers" or "uuids".
+        num_keys, num_values, num_queries: number of keys hidden, of values per key, and of keys asked for.
     """
 
     text: str
@@ -150,7 +150,7 @@ VARIANTS = {
 
 
 class Niah(RulerTask):
-    """One variant of RULER's needle tasks."""
+    """Variant of RULER's needle tasks."""
 
     max_new_tokens = 128
 
@@ -194,7 +194,7 @@ def _needle(kind: str, key: str, value: str) -> str:
 
 
 def _drawn(rng: random.Random, kind: str, number: int) -> list[str]:
-    """`number` different keys or values."""
+    """Draws `number` different keys or values."""
     if kind == "numbers":
         return [str(value) for value in rng.sample(range(10**6, 10**7), number)]
     if kind == "uuids":
@@ -208,7 +208,7 @@ for name, variant in VARIANTS.items():
 
 
 def assigned(rng: random.Random, letters: int, lines: int) -> tuple[ChatPrompt, list[str]]:
-    """A question about `HOPS` assignments in noise, and the variables that have the number in the end."""
+    """Makes a question about `HOPS` assignments in noise, and the variables that have the value in the end."""
     names = different(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), HOPS + 1)
     value = str(rng.randrange(10_000, 100_000))
     values = [value, *(f"VAR {name}" for name in names)]
@@ -225,7 +225,7 @@ def assigned(rng: random.Random, letters: int, lines: int) -> tuple[ChatPrompt, 
 
 @task("ruler-variable-tracking")
 class VariableTracking(RulerTask):
-    """One chain of `HOPS` hops in noise, behind an example with its answer."""
+    """Chain of `HOPS` hops in noise, after an example with its answer."""
 
     max_new_tokens = 30
 
@@ -256,9 +256,9 @@ def _numbered(words: list[str]) -> str:
 
 @task("ruler-common-words")
 class CommonWords(RulerTask):
-    """Ten words 30 times and the others 3 times, behind a short example with its answer.
+    """List with ten words 30 times and the others 3 times, after a short example with its answer.
 
-    Prompts below 4,096 tokens repeat words less, as in RULER; below 1,024 still less, so that they fit.
+    Prompts below 4,096 tokens repeat words less often, as in RULER, and below 1,024 even less, so that they fit.
     """
 
     max_new_tokens = 120
@@ -272,7 +272,7 @@ class CommonWords(RulerTask):
 
 @task("ruler-frequent-words")
 class FrequentWords(RulerTask):
-    """The word of rank k is there in proportion to k to the power of minus `ALPHA`."""
+    """Text in which the word of rank k has a frequency proportional to k to the power of -`ALPHA`."""
 
     max_new_tokens = 50
 

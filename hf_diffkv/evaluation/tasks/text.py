@@ -1,4 +1,4 @@
-"""Real text: a prompt of it, compressed, then its continuation at once, or a long generation behind it."""
+"""Tasks with real text: a compressed prompt, then its continuation at once, or a long generation."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .base import KL, PERPLEXITY, TOP1, Document, Metric, Source, Sums, Task
 from .prompts import rng_for
 
 CONTINUED = 256
-# of a generation, and KL is also that of each quarter of them
+# steps of a generation, and parts whose KL is also reported
 STEPS, QUARTERS = 200, 4
 BY_QUARTER = tuple(Metric(f"kl_{part}", f"KL, quarter {part}", False, digits=4) for part in range(1, QUARTERS + 1))
-# what helps where a text is too short
+# remedy for a text that is too short
 REMEDY = "lower --length or --documents, or give a longer text where you choose it"
-# a topic of fewer characters is hardly a text
+# least characters of a topic that is used as a text
 LONG_TOPIC = 4000
 
 
 def texts() -> list[str]:
-    """Chapters of Python's language reference, which every Python brings along."""
+    """Returns chapters of Python's language reference, which every Python includes."""
     topics = pydoc_data.topics.topics
     return [topics[name] for name in sorted(topics) if len(topics[name]) >= LONG_TOPIC]
 
 
 def shuffled(source: Source, name: str) -> list[str]:
-    """These chapters in an order that the seed and the task draw."""
+    """Returns these chapters shuffled by the seed and the task."""
     chapters = texts()
     rng_for(source, name, 0).shuffle(chapters)
     return chapters[::-1]
@@ -41,23 +41,24 @@ def shuffled(source: Source, name: str) -> list[str]:
 def stretches(
     pieces: Iterable[str], tokenizer: Any, count: int, length: int, continued: int, remedy: str = REMEDY
 ) -> list[Document]:
-    """Consecutive stretches of the joined pieces, as documents.
+    """Cuts the joined pieces into consecutive documents.
 
     Args:
-        pieces: texts; no more are read than needed.
-        count: how many documents.
-        length, continued: tokens of each one's prompt and of what follows it.
-        remedy: what the user can do about a text that is too short.
+        pieces: texts, of which no more are read than needed.
+        tokenizer: tokenizer of the model.
+        count: number of documents.
+        length, continued: number of tokens of each prompt, and of its continuation.
+        remedy: advice in the error for a text that is too short.
 
     Raises:
-        EvaluationError: the pieces end before.
+        EvaluationError: the pieces have too few tokens.
     """
     start = tuple(tokenizer("").input_ids)
     size = length - len(start) + continued
     ids: list[int] = []
     found: list[Document] = []
     for piece in pieces:
-        # may be longer than the model can take, of which the tokenizer would warn
+        # a piece may be longer than the model's maximum, of which the tokenizer would warn
         ids += tokenizer(piece + "\n\n", add_special_tokens=False, verbose=False).input_ids
         while len(ids) >= size and len(found) < count:
             prompt, rest = (*start, *ids[: size - continued]), tuple(ids[size - continued : size])
@@ -72,7 +73,7 @@ def stretches(
 
 @task("text")
 class TextTask(Task):
-    """KL, top-1 agreement and perplexity of `CONTINUED` tokens behind the prompt."""
+    """KL, top-1 agreement and perplexity over `CONTINUED` tokens after the prompt."""
 
     metrics = (KL, TOP1, PERPLEXITY)
     length = 2000
@@ -111,7 +112,7 @@ class Trajectory(Task):
         ids: list[int] = [] if reference is None else reference["ids"]
         for step in range(steps):
             if reference is None:
-                # likeliest tokens run into loops, which tell nothing
+                # greedy decoding runs into loops, which are uninformative
                 ids.append(int(torch.multinomial(logits[-1].float().softmax(-1).cpu(), 1, generator=generator)))
             logits.append(session.forward([ids[step]])[-1])
         held = session.held()
