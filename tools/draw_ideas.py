@@ -50,7 +50,7 @@ def cells(x: float, y: float, levels: str, labels: Sequence[str] = ()) -> str:
 
 
 def levels() -> tuple[int, str]:
-    """Draws the levels of a request's tokens in one KV head."""
+    """Levels of a request's tokens in one KV head."""
     kept = "wwhlplhllpphlpwwwww"
     parts = [words(MARGIN, 38, "One request, one KV head: its tokens from the first to the newest", bold=True)]
     parts.append(cells(MARGIN, 55, kept))
@@ -83,7 +83,7 @@ def precisions() -> tuple[int, str]:
 
 
 def heads() -> tuple[int, str]:
-    """Draws the precision that "balanced" allocates to each KV head of SmolLM2-135M-Instruct."""
+    """Precision that "balanced" gives each KV head of SmolLM2-135M-Instruct."""
     table = Sensitivity.load(SHIPPED / "smollm2-135m-instruct.json")
     chosen = allocate(table, RATIOS["balanced"]).precisions
     names = sorted({precision.name for layer in chosen for precision in layer})
@@ -154,7 +154,7 @@ def prompt() -> tuple[int, str]:
 
 
 def rotation() -> tuple[int, str]:
-    """Draws the channels of a key before and after rotation and centring."""
+    """Channels of a key before and after rotation and centring."""
     parts = [words(MARGIN, 38, "Channels of a key (a sketch)", bold=True)]
     as_is = (12, 9, 14, 88, 10, 8, 13, 70, 11, 9, 12, 10)
     rotated = (26, 31, 22, 28, 33, 24, 29, 27, 32, 25, 30, 23)
