@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat import passed
+from ..compat import cache_argument
 from .diffkv_cache import DiffKVCache
 from .errors import CacheNotUsedError
 
@@ -107,7 +107,7 @@ class Call:
         cache = self.cache
         if cache is None or self.chooses:
             return
-        returned = passed(outputs)
+        returned = outputs.get(cache_argument())
         if returned is not None and returned is not cache:
             raise CacheNotUsedError(
                 f"{self._name} was given a DiffKVCache but used a {type(returned).__name__}; it cannot use DiffKVCache."

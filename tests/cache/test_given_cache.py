@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -185,3 +186,17 @@ def test_a_function_of_the_users_may_choose() -> None:
     text = generate(model, ids, custom_generate=uncached, **passing(cache))
     assert torch.equal(text, generate(model, ids, max_new_tokens=3))
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_nothing_deprecated_is_asked_for(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers warns once in a process of names that it gave up; every such warning is counted here."""
+    warned: list[str] = []
+    for module in [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]:
+        logger = vars(module).get("logger")
+        if hasattr(logger, "warning_once"):
+            monkeypatch.setattr(logger, "warning_once", lambda text, *args: warned.append(text))
+    model = tiny_model("llama")
+    options = passing(DiffKVCache(model.config, LOSSLESS)) if given else {"cache_implementation": "diffkv"}
+    generate(model, prompt(20), **options)
+    assert not [text for text in warned if "deprecated" in text]
