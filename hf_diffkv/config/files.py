@@ -17,7 +17,7 @@ QUERIES_NAME = "diffkv_queries.safetensors"
 CALIBRATION = "calibration"
 # fields that `to_dict` of every release wrote
 FIRST_FIELDS = {
-    *("high", "low", "alpha_high", "alpha_low", "window", "policy", "observation_window", "compaction_interval"),
+    *("high", "low", "alpha_high", "alpha_low", "window", "policy", "observation_window"),
     *("page_bytes", "max_bytes"),
 }
 # fields that early releases did not have, and their behaviour; other new fields have defaults that change nothing

@@ -43,7 +43,8 @@ def test_levels_are_shares_of_what_is_outside_the_window() -> None:
 
 
 def test_what_a_policy_drops() -> None:
-    text = said(DiffKVConfig(policy="snapkv", policy_options={"budget": 0.5}, high="K8V8", low="K8V8", window=WINDOW))
+    cuts = {"low_cut": 0.3, "high_cut": 0.3}
+    text = said(DiffKVConfig(policy="leankv", policy_options=cuts, high="K8V8", low="K8V8", window=WINDOW))
     assert "of the others kept (K8V8) " in text and ", pruned " in text
 
 
