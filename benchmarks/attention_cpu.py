@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from cpu_caches import about_machine
 
-from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
+from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
 from hf_diffkv.ops.quantize import store_tokens
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import build_tiles
-from hf_diffkv.pages import LayerRows, PageLayout, PagePool
+from hf_diffkv.pages import LayerRows, PagePool
+from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 from hf_diffkv.pages.segments import Contents
 from hf_diffkv.precision import Precision
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import rows
 
-from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
+from hf_diffkv.config.presets import PRESETS
+from hf_diffkv.pages.layout import UNIFORM_NUMBERS
 from hf_diffkv.precision import Precision
 
 # query heads, KV heads, elements of a head

@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 
 from hf_diffkv.cache import diffkv_cache
 from hf_diffkv.cache.layer import DiffKVLayer
+from hf_diffkv.cache.resolve import moments_for
 from hf_diffkv.calibration.documents import documents_for
 from hf_diffkv.calibration.replay import WatchedLayer
 from hf_diffkv.compat import passing
@@ -37,7 +38,7 @@ from hf_diffkv.evaluation.models import load_config, load_model
 from hf_diffkv.evaluation.session import Session
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
-from hf_diffkv.store.query_moments import QueryMoments, moment_of, moments_for
+from hf_diffkv.store.query_moments import QueryMoments, moment_of
 
 METHODS = "diffkv,diffkv:small,diffkv:small+K4V3"
 SINKS = 4

@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
-from ..store.query_moments import moments_for
 from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
@@ -24,7 +23,7 @@ from .io import load_cache, save_cache
 from .layer import DiffKVLayer, LayerPart
 from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
-from .resolve import config_of, resolve_config
+from .resolve import config_of, moments_for, resolve_config
 from .snapshot import model_fingerprint
 from .stores import Stores, between_forwards, reports
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers

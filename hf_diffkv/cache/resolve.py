@@ -1,4 +1,4 @@
-"""Chooses the configuration of a cache: the requested one, or the one that suits the model."""
+"""Chooses the configuration of a cache, the requested one or that of the model, and looks up its query moments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.found import queries_of, tell_of_queries
+from ..ops.rounding import LARGEST_BITS
+from ..store.query_moments import QueryMoments
 
 
 def config_of(model: Any) -> Any:
@@ -39,3 +42,34 @@ def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fiel
         if name in fields:
             raise ValueError(f"{name} chooses a configuration; leave it out, or give no config beside it.")
     return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config
+
+
+def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
+    """Loads the moments by which keys of generated tokens are rounded.
+
+    Args:
+        model: loaded model, or its configuration; for a configuration only a file beside it is found.
+        config: cache configuration.
+
+    Returns:
+        The moments; None if none were measured, or if `config` does not round keys for queries.
+
+    Raises:
+        ValueError: the file does not hold query moments.
+    """
+    if not config.adaptive_rounding or not _has_few_bits(config):
+        return None
+    path = queries_of(model)
+    if path is None:
+        if config.head_precisions is not None:
+            tell_of_queries(model)
+        return None
+    return QueryMoments.load(path)
+
+
+def _has_few_bits(config: DiffKVConfig) -> bool:
+    layers = config.head_precisions or (None,)
+    chosen = {precision for layer in layers for precision in layer or (None,)}
+    if None in chosen:
+        chosen |= {config.high, config.low}
+    return min(precision.k_bits for precision in chosen if precision is not None) <= LARGEST_BITS

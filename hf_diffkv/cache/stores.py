@@ -160,7 +160,7 @@ class Stores:
             ValueError: the moments belong to another model.
         """
         moments.check_layers(self.model_layers)
-        whole, moments = moments, moments.of_groups(self.groups)
+        whole, moments = moments, moments.of_groups([(group.layer, group.model_heads) for group in self.groups])
         for index, (store, _) in self._places.items():
             self._check_moments(moments, index, store)
         self.moments, self._moments = moments, whole

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..config.files import CONFIG_NAME, QUERIES_NAME
 from ..config.presets import DEFAULT_PRESET, PRESETS, RATIOS
 from ..evaluation.errors import EvaluationError
+from ..heads.hub import CONFIG_NAME, QUERIES_NAME
 from .console import Interrupted, paragraph, progress, table
 from .options import output_of
 

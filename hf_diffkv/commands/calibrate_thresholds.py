@@ -8,8 +8,8 @@ from typing import Any
 
 from ..calibration.thresholds import Candidate, Grid, Thresholds, cheapest, closest, sweep, table
 from ..config.diffkv_config import with_calibration
-from ..config.files import CONFIG_NAME
 from ..evaluation.errors import EvaluationError
+from ..heads.hub import CONFIG_NAME
 from .console import Failure
 from .options import MAX_KL, output_of
 

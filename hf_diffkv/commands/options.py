@@ -11,8 +11,9 @@ from typing import Any, Union
 
 import click
 
+from ..arguments import as_ratio
 from ..config import DiffKVConfig, Precision
-from ..config.checks import as_ratio, bytes_in
+from ..config.checks import bytes_in
 from ..config.found import beside, user_folder, weights_known
 from ..config.presets import head_size, preset_named, published
 from ..evaluation.models import resolve_model

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import as_ratio
+from ..pages.layout import uniform_token_bytes
 from ..precision import Precision, as_precision
-from .checks import as_ratio
-from .presets import token_bytes
 from .sensitivity import Sensitivity
 
 # docs/calibration.md compares it with others
@@ -120,7 +120,7 @@ def ratio_of(precision: Precision | str, calibration: Mapping[str, Any]) -> floa
 
 
 def _ratio(precision: Precision, shapes: Sequence[Sequence[int]], element_bytes: int) -> float:
-    taken = sum(heads * token_bytes(precision, key, value, element_bytes) for heads, key, value in shapes)
+    taken = sum(heads * uniform_token_bytes(precision, key, value, element_bytes) for heads, key, value in shapes)
     return taken / sum(heads * (key + value) * element_bytes for heads, key, value in shapes)
 
 
@@ -265,7 +265,9 @@ class _Problem:
     def __init__(self, sensitivity: Sensitivity, ladder: tuple[Precision, ...]) -> None:
         self.ladder, size = ladder, sensitivity.element_bytes
         self.dense_bytes = sum(heads * (key + value) * size for heads, key, value in sensitivity.shapes)
-        self.bytes = [[token_bytes(p, key, value, size) for p in ladder] for _, key, value in sensitivity.shapes]
+        self.bytes = [
+            [uniform_token_bytes(p, key, value, size) for p in ladder] for _, key, value in sensitivity.shapes
+        ]
         self.heads = [shape[0] for shape in sensitivity.shapes]
         self.losses = [
             np.array([[sensitivity.loss(layer, head, p) for p in ladder] for head in range(heads)])

@@ -127,12 +127,6 @@ def bytes_in(text: str) -> int:
     return size
 
 
-def as_ratio(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= 1:
-        raise ValueError(f"{name}={value!r} must be a number above 0 and at most 1, for example 0.3.")
-    return float(value)
-
-
 def checked_options(policy: Any, options: Any) -> Options:
     if not isinstance(policy, str):
         raise ValueError(f"policy={policy!r} must be the name of a policy.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from ..arguments import as_ratio
 from . import files, found
 from .allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
-from .checks import as_ratio
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
 from .sensitivity import MEASURED_FIELDS
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
+from ..heads import hub
 from ..precision import Precision, as_precision, is_integer
 from . import files as config_files
 from .checks import (
@@ -26,7 +27,7 @@ from .checks import (
     payload_bits,
     splits,
 )
-from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, preset_named
+from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, preset_named
 
 METADATA_BITS = (16, 32)
 # attributes that are not fields; the second holds the names of the given fields from `__new__` to `__post_init__`
@@ -392,11 +393,11 @@ class DiffKVConfig:
             raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
         folder = config_files.new_folder(save_directory)
         text = config_files.to_text(self.to_dict(), self.calibration)
-        (folder / config_files.CONFIG_NAME).write_text(text)
+        (folder / hub.CONFIG_NAME).write_text(text)
         if push_to_hub:
-            queries = folder / config_files.QUERIES_NAME
+            queries = folder / hub.QUERIES_NAME
             beside = queries if queries.is_file() else None
-            config_files.push(text, repo_id or folder.resolve().name, queries=beside, **kwargs)
+            hub.push(text, repo_id or folder.resolve().name, queries=beside, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Uploads `diffkv_config.json` to a repository of the Hub, which is made if missing.
@@ -411,7 +412,7 @@ class DiffKVConfig:
         Raises:
             OSError: the Hub cannot be reached or refuses; the message gives a remedy.
         """
-        return config_files.push(config_files.to_text(self.to_dict(), self.calibration), repo_id, **kwargs)
+        return hub.push(config_files.to_text(self.to_dict(), self.calibration), repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
@@ -426,7 +427,13 @@ class DiffKVConfig:
             OSError: the repository may not be read, or the Hub cannot be reached.
             ValueError: the file is not a configuration.
         """
-        path = config_files.find(name, **kwargs)
+        repo = os.fspath(name)
+        preset = None if "/" in repo or os.path.isdir(repo) else close_preset(repo)
+        if preset is not None:
+            raise FileNotFoundError(
+                f"{repo!r} is no folder; did you mean --preset {preset} (preset={preset!r} in Python)?"
+            )
+        path = hub.find(name, **kwargs)
         try:
             values, calibration = config_files.from_text(path.read_text())
             return with_calibration(cls.from_dict(values), calibration)

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..heads import hub
 from ..heads.mark import SAME
 from ..heads.recognition import identity_of, known_of_the_hub, loaded_from, marks_in, nearest
-from . import files
 from .sensitivity import Sensitivity
 
 # names the folder of measurements; without it `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv is used
@@ -79,7 +79,7 @@ def beside(model: Any) -> Path | None:
     name = _name_of(model)
     if not name:
         return None
-    local = Path(name) / files.CONFIG_NAME
+    local = Path(name) / hub.CONFIG_NAME
     if local.is_file():
         return local
     return None if Path(name).is_dir() else _on_the_hub(os.fspath(name))
@@ -96,7 +96,7 @@ def queries_of(model: Any) -> Path | None:
     """
     config = beside(model)
     if config is not None:
-        near = config.with_name(files.QUERIES_NAME)
+        near = config.with_name(hub.QUERIES_NAME)
         if near.is_file():
             return near
         name = os.fspath(_name_of(model))
@@ -196,7 +196,7 @@ def _queries_on_the_hub(repo: str, commit: str) -> Path | None:
     from huggingface_hub import errors, hf_hub_download
 
     try:
-        return Path(hf_hub_download(repo, files.QUERIES_NAME, revision=commit))
+        return Path(hf_hub_download(repo, hub.QUERIES_NAME, revision=commit))
     except (errors.EntryNotFoundError, errors.HfHubHTTPError, OSError):
         return None
 
@@ -210,8 +210,8 @@ def _on_the_hub(repo: str) -> Path | None:
         return None
     commit = Path(known).parent.name
     try:
-        here = try_to_load_from_cache(repo, files.CONFIG_NAME, revision=commit)
+        here = try_to_load_from_cache(repo, hub.CONFIG_NAME, revision=commit)
         # a string, a marker that the file does not exist, or None if nobody has asked
-        return Path(here) if isinstance(here, str) else None if here else files.find(repo, revision=commit)
+        return Path(here) if isinstance(here, str) else None if here else hub.find(repo, revision=commit)
     except OSError:
         return None

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from ..arguments import as_ratio
 from ..precision import Precision
-from .checks import as_ratio
 
 # model name -> (alpha_low, alpha_high); sibling releases (Llama-3.1, distillations) were not calibrated
 CALIBRATED: dict[str, tuple[float, float]] = {
@@ -31,10 +31,6 @@ LEVEL_FIELDS = {
 # the papers quantise these families in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits
 GROUPED = re.compile(r"^(qwq|qwen3)\b")
 GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
-
-
-# numbers of pages whose tokens all have one precision: narrow, without scores and positions
-UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 
 
 def _uniform(name: str, **fields: Any) -> dict[str, Any]:
@@ -70,10 +66,13 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
         ValueError: `target_ratio` is not a number above 0 and at most 1, or the smallest precision does not reach it,
             or `model_config` is not a configuration.
     """
+    # imported here, as most importers of this module do not need the page format
+    from ..pages.layout import uniform_token_bytes
+
     as_ratio("target_ratio", target_ratio)
     head_dim, element_bytes = head_size(model_config)
     for name in LADDER:
-        taken = token_bytes(Precision.parse(name), head_dim, head_dim, element_bytes)
+        taken = uniform_token_bytes(Precision.parse(name), head_dim, head_dim, element_bytes)
         ratio = taken / (2 * head_dim * element_bytes)
         if ratio <= target_ratio:
             return _uniform(name, window=32)
@@ -81,15 +80,6 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
         f"target_ratio={target_ratio} is below what {LADDER[-1]} takes of heads of {head_dim}, "
         f"{ratio:.3f}; raise it, or choose precisions or a policy yourself."
     )
-
-
-def token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
-    """Returns the bytes of one head's token in pages whose tokens all have one precision."""
-    # imported here, as most importers of this module do not need the page format
-    from ..pages.layout import PageLayout
-
-    sizes = (key_dim, value_dim, element_bytes)
-    return PageLayout.build(precision, precision, *sizes, **UNIFORM_NUMBERS).high.token_bytes
 
 
 def head_size(model_config: Any) -> tuple[int, int]:

@@ -42,6 +42,8 @@ GOOD_FILL = {32: 0.995, 16: 0.98}
 # products with narrow zero points of wider codes are not exact in float32, so those codes always have 32-bit metadata
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
+# numbers of pages whose tokens all have one precision: narrow, without scores and positions
+UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 
 
 @cache
@@ -291,3 +293,9 @@ def _check_divides(name: str, precision: Precision, key_dim: int, value_dim: int
             raise ValueError(
                 f"{name}.{part}_groups={groups} does not divide head_dim={dim}; choose a divisor of {dim}."
             )
+
+
+def uniform_token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
+    """Returns the bytes of one head's token in pages whose tokens all have one precision."""
+    sizes = (key_dim, value_dim, element_bytes)
+    return PageLayout.build(precision, precision, *sizes, **UNIFORM_NUMBERS).high.token_bytes

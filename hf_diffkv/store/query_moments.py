@@ -19,13 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..config import DiffKVConfig
-from ..config.found import queries_of, tell_of_queries
-from ..config.head_groups import HeadGroup
 from ..heads.mark import Mark
 from ..heads.recognition import MARK_KEY
 from ..ops.rotation import rotation_matrix
-from ..ops.rounding import LARGEST_BITS, feedback_of
+from ..ops.rounding import feedback_of
 
 MOMENTS_FORMAT = "query moments 1"
 # metadata entries that say where the moments come from
@@ -87,14 +84,18 @@ class QueryMoments:
         """KV heads and key_dim of each compressed layer."""
         return tuple((triangle.shape[0], _dim_of(triangle)) for triangle in self.triangles)
 
-    def of_groups(self, groups: Sequence[HeadGroup]) -> QueryMoments:
-        """Returns the moments split by head group; `self` if each group is a whole layer."""
-        if all(group.heads is None for group in groups):
+    def of_groups(self, groups: Sequence[tuple[int, Sequence[int]]]) -> QueryMoments:
+        """Returns the moments split by head group; `self` if each group is a whole layer.
+
+        Args:
+            groups: for each group its compressed layer and its heads among the model's; no heads means all.
+        """
+        if not any(heads for _, heads in groups):
             return self
         found = []
-        for group in groups:
-            triangle = self.triangles[group.layer]
-            found.append(triangle if group.heads is None else triangle[list(group.model_heads)])
+        for layer, heads in groups:
+            triangle = self.triangles[layer]
+            found.append(triangle[list(heads)] if heads else triangle)
         return QueryMoments(self.model_type, self.model_digest, self.documents_digest, tuple(found))
 
     def check_layers(self, count: int) -> None:
@@ -170,37 +171,6 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
         return QueryMoments(*(metadata[name] for name in ORIGIN), triangles, mark)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold the moments of a model's queries: {error}") from error
-
-
-def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
-    """Loads the moments by which keys of generated tokens are rounded.
-
-    Args:
-        model: loaded model, or its configuration; for a configuration only a file beside it is found.
-        config: cache configuration.
-
-    Returns:
-        The moments; None if none were measured, or if `config` does not round keys for queries.
-
-    Raises:
-        ValueError: the file does not hold query moments.
-    """
-    if not config.adaptive_rounding or not _has_few_bits(config):
-        return None
-    path = queries_of(model)
-    if path is None:
-        if config.head_precisions is not None:
-            tell_of_queries(model)
-        return None
-    return QueryMoments.load(path)
-
-
-def _has_few_bits(config: DiffKVConfig) -> bool:
-    layers = config.head_precisions or (None,)
-    chosen = {precision for layer in layers for precision in layer or (None,)}
-    if None in chosen:
-        chosen |= {config.high, config.low}
-    return min(precision.k_bits for precision in chosen if precision is not None) <= LARGEST_BITS
 
 
 def moment_of(triangle: Tensor) -> Tensor:

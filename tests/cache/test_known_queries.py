@@ -21,9 +21,9 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.calibration.queries import keep_queries, moments_on
 from hf_diffkv.compat import passing
 from hf_diffkv.config import found
-from hf_diffkv.config.files import QUERIES_NAME
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.tasks import Document
+from hf_diffkv.heads.hub import QUERIES_NAME
 from hf_diffkv.store.query_moments import QueryMoments, moment_of
 
 CONFIG = DiffKVConfig("K4V3", "K4V3", alpha_high=0.0, window=8, sinks=0, metadata_bits=16, adaptive_rounding=True)

@@ -27,7 +27,6 @@ from hf_diffkv.calibration.thresholds import (
 )
 from hf_diffkv.cli import main
 from hf_diffkv.compat import passing
-from hf_diffkv.config.files import CONFIG_NAME
 from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import get_method
@@ -36,6 +35,7 @@ from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.evaluation.tasks.facts import AskingTask
 from hf_diffkv.evaluation.tasks.prompts import encode
 from hf_diffkv.evaluation.tasks.text import stretches
+from hf_diffkv.heads.hub import CONFIG_NAME
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TEXT = Path(__file__)

@@ -17,7 +17,8 @@ from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVConfig, Precision
 from hf_diffkv.config.diffkv_config import with_calibration
-from hf_diffkv.config.files import CONFIG_NAME, QUERIES_NAME, to_text
+from hf_diffkv.config.files import to_text
+from hf_diffkv.heads.hub import CONFIG_NAME, QUERIES_NAME
 
 ROOT = Path(__file__).parents[2]
 CALIBRATION = {"model": "some/model", "limit": {"kl": 0.01}, "candidates": [{"alpha_high": 1.0, "kl": 0.003}]}

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.presets import UNIFORM_NUMBERS
 from hf_diffkv.ops.backend import Device
-from hf_diffkv.pages import PageLayout
+from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 from tools.kernels.assumed import assume_device
 
 pytest.importorskip("triton")

@@ -9,8 +9,8 @@ from typing import Any
 
 from hf_diffkv.config import Precision
 from hf_diffkv.config.allocation import HEAD_LADDER
-from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
-from hf_diffkv.pages import PageLayout
+from hf_diffkv.config.presets import PRESETS
+from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 
 UNIFORM_DIMS = (64, 128)
 # of heads with a precision each; the first pair is compiled in all its forms, the others where they are modelled

@@ -20,11 +20,10 @@ from hf_diffkv.cache.continuous_batching import check_no_call
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
 from hf_diffkv.cache.registration import cache_fields
-from hf_diffkv.cache.resolve import resolve_config
+from hf_diffkv.cache.resolve import moments_for, resolve_config
 from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
-from hf_diffkv.store.query_moments import moments_for
 
 from .attention import paged_attention
 from .beginnings import check_marks

@@ -113,7 +113,7 @@ class Slots:
             ValueError: the moments belong to another model.
         """
         moments.check_layers(len(self._of_layer))
-        moments = moments.of_groups(self.groups)
+        moments = moments.of_groups([(group.layer, group.model_heads) for group in self.groups])
         for index, (part, _) in self._places.items():
             measured = self.groups[index].measured(part.store.num_heads, self.ranks.parallel.size)
             moments.check_layer(index, measured, part.store.key_dim)

@@ -1,0 +1,133 @@
+"""Files beside a model: in its folder, or in its repository of the Hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+CONFIG_NAME = "diffkv_config.json"
+# moments of the model's queries (query_moments.py)
+QUERIES_NAME = "diffkv_queries.safetensors"
+
+
+def find(
+    name: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """Finds the configuration file of a folder, or of a repository of the Hub, and downloads it if not cached.
+
+    Raises:
+        FileNotFoundError: the folder or repository does not exist or has no such file.
+        OSError: the repository may not be read, or the Hub cannot be reached and the file is not in its cache.
+    """
+    folder = Path(name)
+    if (folder / CONFIG_NAME).is_file():
+        return folder / CONFIG_NAME
+    if folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder / CONFIG_NAME} does not exist; write it with DiffKVConfig.save_pretrained first."
+        )
+    repo = os.fspath(name)
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        found = hf_hub_download(
+            repo,
+            CONFIG_NAME,
+            revision=revision,
+            token=token,
+            cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+            local_files_only=local_files_only,
+        )
+    except errors.HFValidationError as error:
+        raise FileNotFoundError(
+            f"{repo!r} is no folder, and no id of a repository of the Hub; write {CONFIG_NAME} with "
+            "DiffKVConfig.save_pretrained first."
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{repo} on the Hub has no {CONFIG_NAME}; use DiffKVConfig.for_model, or write one with "
+            "DiffKVConfig.push_to_hub."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{CONFIG_NAME} of {repo} is not in the Hub's cache, and the Hub was not asked or could not be reached; "
+            "connect (and leave out local_files_only and HF_HUB_OFFLINE), or give a folder."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise _hub_error(error, repo, revision, "read") from error
+    return Path(found)
+
+
+def push(
+    text: str,
+    repo_id: str,
+    *,
+    queries: Path | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    create_pr: bool = False,
+    commit_message: str = f"Upload {CONFIG_NAME}",
+) -> Any:
+    """Uploads a configuration in one commit to a repository of the Hub, which is made if missing.
+
+    Args:
+        text: text of the configuration's file.
+        repo_id: "owner/name" of the repository.
+        queries: file with the moments of the model's queries to upload with it, or None.
+
+    Returns:
+        The Hub's `CommitInfo`.
+
+    Raises:
+        OSError: the Hub cannot be reached or refuses.
+        ValueError: `repo_id` is not the id of a repository.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, errors
+
+    uploads = [CommitOperationAdd(CONFIG_NAME, text.encode())]
+    if queries is not None:
+        uploads.append(CommitOperationAdd(QUERIES_NAME, queries))
+    api = HfApi(token=token, library_name="hf-diffkv")
+    try:
+        return api.create_commit(
+            api.create_repo(repo_id, private=private, exist_ok=True).repo_id,
+            uploads,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+        )
+    except errors.HFValidationError as error:
+        raise ValueError(f"repo_id={repo_id!r} is no id of a repository; write OWNER/NAME.") from error
+    except errors.LocalTokenNotFoundError as error:
+        raise OSError(f"no token to write {repo_id} with; log in with `hf auth login`, or give token=.") from error
+    except errors.HfHubHTTPError as error:
+        raise _hub_error(error, repo_id, revision, "write") from error
+    # HTTPError belongs to the HTTP client that the Hub's library uses
+    except (errors.OfflineModeIsEnabled, errors.HTTPError) as error:
+        reason = " ".join(str(error).split())
+        raise OSError(f"cannot reach the Hub to write {repo_id} ({reason}); connect, or save to a folder.") from error
+
+
+def _hub_error(error: Any, repo: str, revision: str | None, doing: str) -> OSError:
+    """Converts an answer of the Hub to an error with a one-line message."""
+    from huggingface_hub import errors
+
+    status = getattr(error.response, "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return OSError(f"{repo} is gated; ask for access on its page of the Hub, then log in with `hf auth login`.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return FileNotFoundError(f"{repo} on the Hub has no revision {revision!r}; see its branches, tags and commits.")
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        what = "neither a folder nor a repository" if doing == "read" else "no repository"
+        return FileNotFoundError(
+            f"{repo!r} is {what} of the Hub that you may {doing}; check the name, and log in with `hf auth login` (or "
+            "give token=) if it is private or yours."
+        )
+    return OSError(f"the Hub cannot {doing} {repo}: {' '.join(str(error).split())}; try again later.")
