@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.heads.recognition import mark_of
+from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.heads.weights import model_digest
 
 ERRORS = {2: 5.5, 3: 1.0, 4: 0.22, 5: 0.051, 6: 0.012, 8: 0.001}

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from hf_diffkv.config.allocation import allocate
-from hf_diffkv.config.found import SHIPPED
 from hf_diffkv.config.presets import RATIOS
-from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.heads.allocation import allocate
+from hf_diffkv.heads.lookup import SHIPPED
+from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.plot.palette import EDGE, GRID, INK, LEVELS, PAPER, ink_on, shades
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "drawings"

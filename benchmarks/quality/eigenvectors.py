@@ -38,7 +38,7 @@ from hf_diffkv.evaluation.models import load_config, load_model
 from hf_diffkv.evaluation.session import Session
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
-from hf_diffkv.store.query_moments import QueryMoments, moment_of
+from hf_diffkv.heads.query_moments import QueryMoments, moment_of
 
 METHODS = "diffkv,diffkv:small,diffkv:small+K4V3"
 SINKS = 4

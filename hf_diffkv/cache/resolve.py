@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..config.found import queries_of, tell_of_queries
+from ..heads.lookup import queries_of, tell_of_queries
+from ..heads.query_moments import QueryMoments
 from ..ops.rounding import LARGEST_BITS
-from ..store.query_moments import QueryMoments
 
 
 def config_of(model: Any) -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..config.head_groups import HeadGroup, head_groups, same_pages
+from ..heads.query_moments import QueryMoments
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
-from ..store.query_moments import QueryMoments
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .turns import ForwardTurns

@@ -15,14 +15,14 @@ from torch import Tensor
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.resolve import config_of
 from ..config import DiffKVConfig, Precision
-from ..config.allocation import SENSITIVITY, fields_for
 from ..config.diffkv_config import with_calibration
-from ..config.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
 from ..evaluation.errors import EvaluationError
 from ..evaluation.tasks import Document
+from ..heads.allocation import SENSITIVITY, fields_for
+from ..heads.query_moments import QueryMoments
 from ..heads.recognition import mark_of
+from ..heads.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
 from ..heads.weights import model_digest
-from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, POSITIONS, digest_of, documents_for
 from .kept import Kept
 from .progress import Progress

@@ -15,12 +15,12 @@ from torch import Tensor
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.resolve import config_of
 from ..config import DiffKVConfig
-from ..config.found import queries_path
 from ..evaluation.tasks import Document
+from ..heads.lookup import queries_path
+from ..heads.query_moments import QueryMoments
 from ..heads.recognition import mark_of
 from ..heads.weights import model_digest
 from ..ops.rounding import second_moment
-from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
 from .replay import WatchedLayer, in_float32, run_prompt, watching
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig, Precision
-from ..config.sensitivity import MEASURED_FIELDS
+from ..heads.sensitivity import MEASURED_FIELDS
 from ..ops.backend import compute_dtype
 from ..ops.rounding import second_moment
 from ..ops.softmax import Softmax

@@ -25,11 +25,11 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     from ..calibration.heads import config_for, measure
     from ..calibration.queries import keep_queries
     from ..calibration.texts import read_pieces
-    from ..config.allocation import check_ratio
-    from ..config.found import keep
     from ..config.presets import head_size
     from ..evaluation.environment import describe_environment
     from ..evaluation.models import load_config, load_model
+    from ..heads.allocation import check_ratio
+    from ..heads.lookup import keep
 
     ratio = RATIOS[DEFAULT_PRESET] if options.ratio is None else options.ratio
     model_config, tokenizer = load_config(options.model)
@@ -59,7 +59,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
 
 def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path, kept: Path) -> str:
     """Describes the result, compared with an uncalibrated model, and next steps."""
-    from ..config.allocation import one_for_all
+    from ..heads.allocation import one_for_all
 
     plain = one_for_all(PRESETS[DEFAULT_PRESET]["high"], calibration)
     rows = [

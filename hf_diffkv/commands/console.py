@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import click
 
-from ..config.found import HINTS
 from ..evaluation.errors import one_line as one_line
+from ..heads.lookup import HINTS
 
 WIDEST = 100
 NARROWEST = 20

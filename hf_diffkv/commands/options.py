@@ -14,9 +14,9 @@ import click
 from ..arguments import as_ratio
 from ..config import DiffKVConfig, Precision
 from ..config.checks import bytes_in
-from ..config.found import beside, user_folder, weights_known
 from ..config.presets import head_size, preset_named, published
 from ..evaluation.models import resolve_model
+from ..heads.lookup import beside, user_folder, weights_known
 from ..heads.weights import model_digest
 from .console import one_line
 
@@ -320,7 +320,7 @@ def config_before(choice: ConfigChoice, model_config: Any) -> DiffKVConfig:
     """
     if isinstance(choice, DiffKVConfig) or RATIO not in choice:
         return config_for(choice, model_config)
-    from ..config.allocation import check_ratio
+    from ..heads.allocation import check_ratio
     from ..planning import without_weights
 
     shape = without_weights(model_config)

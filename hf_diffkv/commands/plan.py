@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..config import DiffKVConfig
-    from ..config.allocation import Loss
+    from ..heads.allocation import Loss
     from ..planning import ModelShape
 
 DEFAULT_CONTEXT = 8192
@@ -78,7 +78,7 @@ def command(**given: Any) -> None:
 
     import torch
 
-    from ..config.allocation import loss_curve
+    from ..heads.allocation import loss_curve
     from ..planning import ModelShape, without_weights
 
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -197,7 +197,7 @@ def _text(found: dict[str, Any]) -> str:
 
 def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None) -> str:
     """Formats a table of losses over bytes, with a mark at the configuration's own ratio."""
-    from ..config.allocation import SENSITIVITY
+    from ..heads.allocation import SENSITIVITY
 
     rows = [
         (

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 from ..arguments import as_ratio
-from . import files, found
-from .allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
+from ..heads import lookup
+from ..heads.allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
+from ..heads.sensitivity import MEASURED_FIELDS
+from . import files
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
-from .sensitivity import MEASURED_FIELDS
 
 # fields of a configuration, and its calibration
 Choice = tuple[dict[str, Any], dict[str, Any] | None]
@@ -48,12 +49,12 @@ def choose(
     if target_ratio is not None:
         return preset_within(target_ratio, model_config), None
     if calibration is None and (named is not None or plain == PRESETS[DEFAULT_PRESET]):
-        found.tell_of_calibration(model)
+        lookup.tell_of_calibration(model)
     return (named or plain), None
 
 
 def _saved(model: Any) -> Choice | None:
-    path = found.beside(model)
+    path = lookup.beside(model)
     if path is None:
         return None
     try:
@@ -67,5 +68,5 @@ def _measured(model: Any, saved: Choice | None) -> dict[str, Any] | None:
     """Returns a calibration with the measured loss of the model's heads, or None."""
     if saved is not None and saved[1] is not None and SENSITIVITY in saved[1]:
         return saved[1]
-    measured = found.measured_of(model)
+    measured = lookup.measured_of(model)
     return None if measured is None else {SENSITIVITY: measured.to_dict()}

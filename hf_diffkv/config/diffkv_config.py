@@ -314,7 +314,7 @@ class DiffKVConfig:
         Raises:
             ValueError: the configuration has no such measurements, or the ratio cannot be met.
         """
-        from .allocation import fields_for
+        from ..heads.allocation import fields_for
 
         fields, calibration = fields_for(self.calibration, target_ratio)
         return with_calibration(dataclasses.replace(self, **fields), calibration)

@@ -26,7 +26,7 @@ from ..cache.diffkv_cache import DiffKVCache
 from ..cache.errors import HandOverError
 from ..compat import passing
 from ..config import DiffKVConfig
-from ..config.found import HINTS
+from ..heads.lookup import HINTS
 from .errors import one_line
 from .models import hide_progress_bars
 from .peak import PeakMemory

@@ -1,1 +1,1 @@
-"""Recognition of models, to find measurements of their heads before they run."""
+"""Measurements of a model's heads, the precisions they lead to, and the recognition of measured models."""

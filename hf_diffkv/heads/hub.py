@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_NAME = "diffkv_config.json"
-# moments of the model's queries (query_moments.py)
+# moments of the model's queries (heads/query_moments.py)
 QUERIES_NAME = "diffkv_queries.safetensors"
 
 

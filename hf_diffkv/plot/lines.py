@@ -142,7 +142,7 @@ def loss(config: DiffKVConfig, title: str = "") -> Picture:
         ImportError: matplotlib is not installed.
         ValueError: the calibration does not contain it.
     """
-    from ..config.allocation import SENSITIVITY, loss_curve
+    from ..heads.allocation import SENSITIVITY, loss_curve
 
     calibration = config.calibration or {}
     ladder = loss_curve(calibration)

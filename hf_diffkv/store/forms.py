@@ -14,7 +14,8 @@ differs. A row with nothing left outside the window (because a mask hid tokens) 
 
 Keys are rounded for the queries of the forward that brings them (ops/rounding). The moments of these queries are taken
 from the prompt, turn or chunk and then dropped, so they take no memory between forwards. Tokens that leave the window
-during generation are rounded by the measured moments of the model's queries (query_moments.py), or element by element.
+during generation are rounded by the measured moments of the model's queries (heads/query_moments.py), or
+element by element.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
+from ..heads.query_moments import QueryMoments
 from ..ops.backend import KERNELS, choose, compute_dtype
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
@@ -20,7 +21,6 @@ from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTa
 from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import make_policy
-from .query_moments import QueryMoments
 from .recorded import Recorded
 
 if TYPE_CHECKING:

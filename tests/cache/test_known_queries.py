@@ -20,11 +20,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.calibration.queries import keep_queries, moments_on
 from hf_diffkv.compat import passing
-from hf_diffkv.config import found
-from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.tasks import Document
+from hf_diffkv.heads import lookup
 from hf_diffkv.heads.hub import QUERIES_NAME
-from hf_diffkv.store.query_moments import QueryMoments, moment_of
+from hf_diffkv.heads.query_moments import QueryMoments, moment_of
+from hf_diffkv.heads.sensitivity import Sensitivity
 
 CONFIG = DiffKVConfig("K4V3", "K4V3", alpha_high=0.0, window=8, sinks=0, metadata_bits=16, adaptive_rounding=True)
 
@@ -32,7 +32,7 @@ CONFIG = DiffKVConfig("K4V3", "K4V3", alpha_high=0.0, window=8, sinks=0, metadat
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path / "kept"))
     return tmp_path / "kept"
 
 
@@ -184,10 +184,10 @@ def test_layers_that_are_compressed_count(family: str) -> None:
     assert DiffKVCache(model, CONFIG).stores.moments is not None
 
 
-@pytest.mark.parametrize("path", sorted(found.SHIPPED.glob("*.safetensors")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(lookup.SHIPPED.glob("*.safetensors")), ids=lambda path: path.stem)
 def test_what_ships_can_be_read(path: Path) -> None:
     table = Sensitivity.load(path.with_suffix(".json"))
-    assert found._shipped()[table.model_digest] == path.with_suffix(".json")
+    assert lookup._shipped()[table.model_digest] == path.with_suffix(".json")
     moments = QueryMoments.load(path)
     assert (moments.model_type, moments.model_digest) == (table.model_type, table.model_digest)
     assert moments.shapes == tuple(shape[:2] for shape in table.shapes)

@@ -15,10 +15,10 @@ from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, POSITIONS, document
 from hf_diffkv.calibration.heads import mean_kl, measure, measure_heads
 from hf_diffkv.calibration.replay import in_float32
 from hf_diffkv.compat import passing
-from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.tasks import Document, get_task
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.heads.weights import model_digest
 from tests.tiny_models import tiny_model
 

@@ -18,8 +18,8 @@ from hf_diffkv.calibration.documents import POSITIONS
 from hf_diffkv.calibration.heads import Measured, measure
 from hf_diffkv.calibration.progress import Progress
 from hf_diffkv.calibration.queries import measure_queries, moments_on
-from hf_diffkv.config import found
 from hf_diffkv.evaluation.tasks import Document
+from hf_diffkv.heads import lookup
 from tests.tiny_models import tiny_model
 
 LAYERS = 3
@@ -164,7 +164,7 @@ def test_time_left_is_proportional_to_the_work_left(
 def test_nothing_advises_to_measure_while_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path / "user"))
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path / "user"))
     tiny_model("llama").save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     monkeypatch.setattr(queries_module, "documents_for", lambda *arguments: DOCUMENTS)

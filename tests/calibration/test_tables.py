@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_diffkv.config.allocation import allocate
-from hf_diffkv.config.found import SHIPPED
-from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.heads.allocation import allocate
+from hf_diffkv.heads.lookup import SHIPPED
 from hf_diffkv.heads.mark import Mark
+from hf_diffkv.heads.sensitivity import Sensitivity
 
 TABLES = sorted(SHIPPED.glob("*.json"))
 

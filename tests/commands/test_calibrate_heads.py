@@ -22,11 +22,11 @@ from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.cli import main
 from hf_diffkv.commands import calibrate as calibrate_module
 from hf_diffkv.compat import passing
-from hf_diffkv.config.allocation import allocate
-from hf_diffkv.config.found import FOLDER_VARIABLE, HINTS, measured_of
 from hf_diffkv.config.presets import RATIOS
-from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.heads.allocation import allocate
 from hf_diffkv.heads.hub import CONFIG_NAME
+from hf_diffkv.heads.lookup import FOLDER_VARIABLE, HINTS, measured_of
+from hf_diffkv.heads.sensitivity import Sensitivity
 
 SHORT = Path(__file__).with_name("test_presets.py")
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.compat import passing
-from hf_diffkv.config.allocation import HEAD_LADDER
-from hf_diffkv.config.found import keep
 from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.heads.allocation import HEAD_LADDER
+from hf_diffkv.heads.lookup import keep
 from hf_diffkv.planning import ModelShape
 
 TEXT = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()

@@ -45,7 +45,7 @@ def test_the_collection_finds_what_is_known() -> None:
     texts = {(each.where, each.text) for each in PRINTED}
     assert len(PRINTED) > 100
     assert ("README.md", "plan --model smollm2 --memory 24GB # what fits, from the configuration alone") in texts
-    assert ("hf_diffkv/config/found.py", f"calibrate --model {FILLED}") in texts
+    assert ("hf_diffkv/heads/lookup.py", f"calibrate --model {FILLED}") in texts
     assert (
         "hf_diffkv/commands/generate.py",
         "generate --model smollm2 --preset small --prompt-file report.txt",

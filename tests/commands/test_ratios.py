@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands import load
-from hf_diffkv.config import found
 from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.heads import lookup
 
 TEXT = "@sky=0400\n" * 20
 RUNNING = ("generate", "chat", "plan", "inspect", "verify", "bench", "serve", "demo")
@@ -25,8 +25,8 @@ RATIO = 0.2
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(found, "_told", set())
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(lookup, "_told", set())
     return tmp_path
 
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def model() -> Any:
     """tiny-lm, whose heads are taken for measured."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM)
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     return model
 
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
-from hf_diffkv.config import found
 from hf_diffkv.config.presets import PRESETS
-from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.heads import lookup
+from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.heads.weights import model_digest
 from hf_diffkv.planning import without_weights
 
@@ -24,8 +24,8 @@ from hf_diffkv.planning import without_weights
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setattr(found, "_told", set())
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setattr(lookup, "_told", set())
     return tmp_path / "kept"
 
 
@@ -44,7 +44,7 @@ def big_model(seed: int = 0) -> PreTrainedModel:
 
 def test_measured_heads_are_found_by_the_weights(folder: Path) -> None:
     model, other = big_model(), big_model(seed=1)
-    assert found.keep(measured(model)) == folder / f"{model_digest(model)}.json"
+    assert lookup.keep(measured(model)) == folder / f"{model_digest(model)}.json"
     sums = {}
     for preset in (None, "quality", "balanced", "small"):
         config = DiffKVCache(model, preset).config
@@ -67,14 +67,14 @@ def test_measured_heads_come_before_the_papers_settings() -> None:
     model = big_model()
     model.config._name_or_path = "Qwen/QwQ-32B"
     assert DiffKVCache(model).config == DiffKVConfig.for_model("Qwen/QwQ-32B") != balanced()
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     assert DiffKVCache(model).config == DiffKVCache(model, "balanced").config
     assert DiffKVCache(model).config.head_precisions is not None
 
 
 def test_what_a_user_chooses_stands(folder: Path) -> None:
     model = big_model()
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     assert DiffKVCache(model, high="K8V4").config.head_precisions is None
     assert DiffKVCache(model, policy="leankv").config.head_precisions is None
     assert DiffKVCache(model, DiffKVConfig()).config == DiffKVConfig()
@@ -92,7 +92,7 @@ def test_what_a_user_chooses_stands(folder: Path) -> None:
 
 def test_generate_finds_them_too() -> None:
     model = big_model()
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
     ids = torch.arange(3, 60)[None]
     for preset in PRESETS:
@@ -105,7 +105,7 @@ def test_generate_finds_them_too() -> None:
 
 def test_a_file_beside_the_model_comes_first(tmp_path: Path) -> None:
     model = big_model()
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     model.save_pretrained(tmp_path / "model")
     calibrated = DiffKVCache(model, target_ratio=0.21).config
     calibrated.save_pretrained(tmp_path / "model")
@@ -114,7 +114,7 @@ def test_a_file_beside_the_model_comes_first(tmp_path: Path) -> None:
     assert DiffKVConfig.for_model(str(tmp_path / "model")) == calibrated
     assert DiffKVCache(loaded, window=7).config.window == 7
     # with what was measured in it, another ratio follows from the file alone
-    found.user_folder().joinpath(f"{model_digest(model)}.json").unlink()
+    lookup.user_folder().joinpath(f"{model_digest(model)}.json").unlink()
     assert DiffKVCache(loaded.config, "quality").config == calibrated.with_ratio(0.27)
     (tmp_path / "model" / "diffkv_config.json").write_text("{")
     with pytest.raises(ValueError, match="diffkv_config.json"):
@@ -124,21 +124,21 @@ def test_a_file_beside_the_model_comes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", ["50GB", "200KB"])
 def test_weights_on_disk_are_known_without_being_loaded(shards: str, tmp_path: Path) -> None:
     model = big_model()
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     model.save_pretrained(tmp_path, max_shard_size=shards)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "200KB")
     assert DiffKVConfig.for_model(without_weights(AutoConfig.from_pretrained(tmp_path))) == DiffKVCache(model).config
     # a parameter in another shape
     other = without_weights(AutoConfig.from_pretrained(tmp_path, vocab_size=8))
-    assert not found.weights_known(other) and DiffKVConfig.for_model(other) == balanced()
+    assert not lookup.weights_known(other) and DiffKVConfig.for_model(other) == balanced()
     for path in tmp_path.glob("*.safetensors"):
         path.write_bytes(b"no tensors")
-    assert not found.weights_known(without_weights(AutoConfig.from_pretrained(tmp_path)))
+    assert not lookup.weights_known(without_weights(AutoConfig.from_pretrained(tmp_path)))
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     model, other = big_model(), tiny_model("llama", num_hidden_layers=3, head_dim=64)
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     other.save_pretrained(tmp_path)
     DiffKVCache(model).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="head_precisions has 2 entries but 3 layers"):
@@ -156,7 +156,7 @@ def test_it_is_said_once_what_measuring_would_save(tmp_path: Path, caplog: pytes
     assert f"hf-diffkv calibrate --model {tmp_path}`" in record.getMessage()
 
 
-@pytest.mark.parametrize("path", sorted(found.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(lookup.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_what_ships_can_be_read(path: Path) -> None:
     table = Sensitivity.load(path)
-    assert Sensitivity.load(found._shipped()[table.model_digest]) == table
+    assert Sensitivity.load(lookup._shipped()[table.model_digest]) == table

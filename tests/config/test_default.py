@@ -16,8 +16,8 @@ from tiny_models import greedy, ragged_prompts, tiny_model
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.resolve import resolve_config
 from hf_diffkv.compat import passing
-from hf_diffkv.config import found
 from hf_diffkv.evaluation.methods import get_method
+from hf_diffkv.heads import lookup
 
 
 def written(bits: tuple[int, int], low_bits: tuple[int, int], **fields: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ CHOSEN: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path / "kept"))
 
 
 @pytest.mark.parametrize(

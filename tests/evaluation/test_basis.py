@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
-from hf_diffkv.config import found
 from hf_diffkv.evaluation import basis
 from hf_diffkv.evaluation.basis import bases_of, fresh
 from hf_diffkv.evaluation.methods import get_method
@@ -25,13 +24,14 @@ from hf_diffkv.evaluation.records import Record, RunFolder
 from hf_diffkv.evaluation.runner import documents_of, run
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.heads import lookup
 from hf_diffkv.heads.weights import model_digest
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path / "kept"))
     return tmp_path / "kept"
 
 
@@ -55,10 +55,10 @@ def go(path: Path, model: Any, *labels: str) -> list[tuple[str, str]]:
 def test_calibrating_changes_the_basis_of_what_it_decides(model: Any) -> None:
     before = {label: of(model, label) for label in ("diffkv", "diffkv:small", "diffkv:K8V4", "dense")}
     assert before == {label: of(model, label) for label in before}
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     after = {label: of(model, label) for label in before}
     assert {label for label in before if before[label] != after[label]} == {"diffkv", "diffkv:small"}
-    queries = found.queries_path(model_digest(model))
+    queries = lookup.queries_path(model_digest(model))
     queries.write_bytes(b"moments")
     assert of(model, "diffkv:K8V4") != after["diffkv:K8V4"]
 
@@ -123,7 +123,7 @@ def test_evaluate_after_calibrate_shows_new_figures(tmp_path: Path, capsys: pyte
     evaluate += ["--output", str(tmp_path / "run")]
     assert main([*evaluate, "--methods", "diffkv,diffkv:K8V4,diffkv:small"]) == 0
     records = {record.method: record for record in RunFolder(tmp_path / "run", settings(tmp_path)).records()}
-    found.keep(measured(AutoModelForCausalLM.from_pretrained(TINY_LM)))
+    lookup.keep(measured(AutoModelForCausalLM.from_pretrained(TINY_LM)))
     capsys.readouterr()
     assert main([each for each in evaluate if each != "--quiet"] + ["--methods", "diffkv,diffkv:K8V4"]) == 0
     again = {record.method: record for record in RunFolder(tmp_path / "run", settings(tmp_path)).records()}

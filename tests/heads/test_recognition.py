@@ -28,12 +28,11 @@ from transformers import (
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.calibration.queries import keep_queries, moments_on
-from hf_diffkv.config import found
-from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.tasks import Document
-from hf_diffkv.heads import recognition
+from hf_diffkv.heads import lookup, recognition
 from hf_diffkv.heads.mark import RELATIVE, SAME, Mark
 from hf_diffkv.heads.recognition import identity_of, mark_of, marks_in
+from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.heads.weights import model_digest, norm_name, norms_of
 from hf_diffkv.planning import without_weights
 
@@ -41,8 +40,8 @@ from hf_diffkv.planning import without_weights
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setattr(found, "_told", set())
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setattr(lookup, "_told", set())
     return tmp_path / "kept"
 
 
@@ -58,7 +57,7 @@ def trained(name: str = "llama", seed: int = 0, **options: Any) -> PreTrainedMod
 
 def kept(model: PreTrainedModel) -> Sensitivity:
     """Measurements of a model in the user's folder, as they are read back."""
-    return Sensitivity.load(found.keep(measured(model)))
+    return Sensitivity.load(lookup.keep(measured(model)))
 
 
 def loaded(folder: Path, **options: Any) -> PreTrainedModel:
@@ -105,9 +104,9 @@ def test_copies_get_the_table(copy: str, tmp_path: Path, caplog: pytest.LogCaptu
     model.save_pretrained(tmp_path / "model")
     with caplog.at_level(logging.WARNING, "hf_diffkv"):
         copied = COPIES[copy](tmp_path / "model")
-        assert found.measured_of(copied) == table
+        assert lookup.measured_of(copied) == table
         assert DiffKVConfig.for_model(copied) == DiffKVConfig.for_model(model)
-    assert not [record for record in caplog.records if record.name == found.HINTS]
+    assert not [record for record in caplog.records if record.name == lookup.HINTS]
 
 
 def test_a_gguf_files_gemma_is_rounded() -> None:
@@ -118,7 +117,7 @@ def test_a_gguf_files_gemma_is_rounded() -> None:
         for weight in norms_of(model).values():
             weight.copy_((weight.half() + 1).float() - 1)
     assert model_digest(model) != model_digest(trained("gemma3_text"))
-    assert found.measured_of(model) == table
+    assert lookup.measured_of(model) == table
 
 
 def rewritten(folder: Path, name: Callable[[str], str]) -> None:
@@ -145,18 +144,18 @@ def packed(key: str) -> str:
 )
 def test_files_are_enough(name: Callable[[str], str], shards: str, tmp_path: Path) -> None:
     model = trained()
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     model.save_pretrained(tmp_path / "model", max_shard_size=shards)
     rewritten(tmp_path / "model", name)
     read = without_weights(AutoConfig.from_pretrained(tmp_path / "model"))
-    assert identity_of(read).digest is None and found.weights_known(read)
+    assert identity_of(read).digest is None and lookup.weights_known(read)
     assert DiffKVConfig.for_model(read) == DiffKVConfig.for_model(model) != DiffKVConfig.preset("balanced")
 
 
 def test_files_are_read_as_from_pretrained_reads_them(tmp_path: Path) -> None:
     """A folder may have files of other models or formats beside those of the index."""
     model, other = trained(), trained(seed=1)
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     model.save_pretrained(tmp_path / "model", max_shard_size="50KB")
     other.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model" / "z.safetensors")
@@ -164,7 +163,7 @@ def test_files_are_read_as_from_pretrained_reads_them(tmp_path: Path) -> None:
     assert identity_of(without_weights(config)).mark == mark_of(model)
     # a shard that is not there, as in the Hub's cache while it is filled
     sorted((tmp_path / "model").glob("model-*.safetensors"))[0].unlink()
-    assert not found.weights_known(without_weights(config))
+    assert not lookup.weights_known(without_weights(config))
 
 
 def test_weights_on_disk_are_not_loaded(tmp_path: Path) -> None:
@@ -173,12 +172,12 @@ def test_weights_on_disk_are_not_loaded(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     on_disk = accelerate.disk_offload(loaded(tmp_path / "model"), tmp_path / "off", torch.device("cpu"))
     assert next(iter(norms_of(on_disk).values())).is_meta
-    assert found.measured_of(on_disk) == table
+    assert lookup.measured_of(on_disk) == table
 
 
 def test_a_relative_is_used_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = trained()
-    path = found.keep(measured(model))
+    path = lookup.keep(measured(model))
     table = Sensitivity.load(path)
     keep_queries(moments_on(model, [document()]))
     torch.manual_seed(0)
@@ -192,10 +191,10 @@ def test_a_relative_is_used_and_named_once(tmp_path: Path, caplog: pytest.LogCap
         assert DiffKVCache(loaded(tmp_path / "tuned")).stores.moments.model_digest == model_digest(model)
     (record,) = caplog.records
     assert str(path) in record.getMessage() and str(tmp_path / "tuned") in record.getMessage()
-    assert record.name == found.HINTS
+    assert record.name == lookup.HINTS
     # what is measured of itself comes first
-    found.keep(dataclasses.replace(measured(tuned), documents=3))
-    assert found.measured_of(tuned).documents == 3 and found.measured_of(model) == table
+    lookup.keep(dataclasses.replace(measured(tuned), documents=3))
+    assert lookup.measured_of(tuned).documents == 3 and lookup.measured_of(model) == table
 
 
 def document() -> Document:
@@ -217,25 +216,25 @@ STRANGERS: dict[str, Callable[[], PreTrainedModel]] = {
 def test_other_models_are_not_taken_for_it(stranger: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = trained()
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     keep_queries(moments_on(model, [document()]))
     other = STRANGERS[stranger]()
     assert {name: weight.shape for name, weight in norms_of(other).items()} == {
         name: weight.shape for name, weight in norms_of(model).items()
     }
-    assert found.measured_of(other) is None and found.queries_of(other) is None
+    assert lookup.measured_of(other) is None and lookup.queries_of(other) is None
     assert DiffKVCache(other).config == DiffKVConfig.preset("balanced")
     assert not caplog.records
 
 
 def test_one_layer_of_many_tells_them_apart() -> None:
     model = trained(num_hidden_layers=8)
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     with torch.no_grad():
         for name, weight in norms_of(model).items():
             if name.startswith(("layers.5", "layers.2")):
                 weight.copy_(weight.flip(0))
-    assert found.measured_of(model) is None
+    assert lookup.measured_of(model) is None
 
 
 def test_constant_weights_identify_nothing() -> None:
@@ -244,27 +243,27 @@ def test_constant_weights_identify_nothing() -> None:
         assert mark_of(tiny_model(name, "eager")) is None
     model = tiny_model("llama", head_dim=64)
     table = kept(model)
-    assert table.mark is None and found.measured_of(tiny_model("llama", head_dim=64)) == table
-    assert found.measured_of(tiny_model("llama", head_dim=64, seed=2)) is None
+    assert table.mark is None and lookup.measured_of(tiny_model("llama", head_dim=64)) == table
+    assert lookup.measured_of(tiny_model("llama", head_dim=64, seed=2)) is None
 
 
 def test_files_without_a_mark_are_found_by_the_digest(folder: Path) -> None:
     model = trained()
-    path = found.keep(dataclasses.replace(measured(model), mark=None))
+    path = lookup.keep(dataclasses.replace(measured(model), mark=None))
     table = Sensitivity.load(path)
     assert "mark" not in json.loads(path.read_text())
     moments = dataclasses.replace(moments_on(model, [document()]), mark=None)
     queries = keep_queries(moments)
-    assert found.measured_of(model) == table and found.queries_of(model) == queries
+    assert lookup.measured_of(model) == table and lookup.queries_of(model) == queries
     assert marks_in(folder, ".json") == marks_in(folder, ".safetensors") == []
     moved = changed(trained(), lambda weight: weight * 1.001)
-    assert found.measured_of(moved) is None and found.queries_of(moved) is None
+    assert lookup.measured_of(moved) is None and lookup.queries_of(moved) is None
 
 
 def test_moments_alone_are_found_by_the_mark() -> None:
     model = trained()
     path = keep_queries(moments_on(model, [document()]))
-    assert found.queries_of(changed(trained(), lambda weight: weight * 1.001)) == path
+    assert lookup.queries_of(changed(trained(), lambda weight: weight * 1.001)) == path
 
 
 def test_each_file_is_read_once(folder: Path) -> None:
@@ -277,13 +276,13 @@ def test_each_file_is_read_once(folder: Path) -> None:
     (folder / "foreign.json").write_text('{"mark": {"kind": 3}}')
     (folder / "other.txt").write_text("")
     copied = changed(trained(), lambda weight: weight * 1.001)
-    assert found.measured_of(copied).documents == 100
+    assert lookup.measured_of(copied).documents == 100
     misses = recognition._mark_in.cache_info().misses
-    assert found.measured_of(copied).documents == 100
+    assert lookup.measured_of(copied).documents == 100
     assert recognition._mark_in.cache_info().misses == misses
     dataclasses.replace(measured(trained(seed=1)), documents=7).save(folder / "99.json")
-    assert found.measured_of(copied).documents == 99
-    assert found.measured_of(changed(trained(seed=1), lambda weight: weight * 1.001)).documents == 7
+    assert lookup.measured_of(copied).documents == 99
+    assert lookup.measured_of(changed(trained(seed=1), lambda weight: weight * 1.001)).documents == 7
 
 
 def test_the_distance() -> None:
@@ -324,7 +323,7 @@ def test_names(parameter: str, expected: str | None) -> None:
 
 @pytest.mark.slow
 def test_smollm2(smollm2: Path, caplog: pytest.LogCaptureFixture) -> None:
-    table = Sensitivity.load(found.SHIPPED / "smollm2-135m-instruct.json")
+    table = Sensitivity.load(lookup.SHIPPED / "smollm2-135m-instruct.json")
     config = AutoConfig.from_pretrained(smollm2)
     torch.manual_seed(0)
     same = {
@@ -333,9 +332,9 @@ def test_smollm2(smollm2: Path, caplog: pytest.LogCaptureFixture) -> None:
         "off": changed(loaded(smollm2), lambda weight: weight * (1 + 0.001 * torch.randn_like(weight))),
     }
     for name, model in same.items():
-        assert found.measured_of(model) == table, name
-        assert found.queries_of(model) == found.SHIPPED / "smollm2-135m-instruct.safetensors", name
+        assert lookup.measured_of(model) == table, name
+        assert lookup.queries_of(model) == lookup.SHIPPED / "smollm2-135m-instruct.safetensors", name
     assert [name for name, model in same.items() if identity_of(model).digest == table.model_digest] == ["folder"]
     assert not caplog.records
     random = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert found.measured_of(random) is None and found.queries_of(random) is None
+    assert lookup.measured_of(random) is None and lookup.queries_of(random) is None

@@ -19,8 +19,8 @@ from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVConfig, plot
 from hf_diffkv.cache.report import LayerReport, MemoryReport
-from hf_diffkv.config.allocation import loss_curve
-from hf_diffkv.config.found import keep
+from hf_diffkv.heads.allocation import loss_curve
+from hf_diffkv.heads.lookup import keep
 from hf_diffkv.plot import palette
 
 

@@ -11,6 +11,7 @@ from given_stores import new_store
 from simulated_storage import SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
@@ -18,7 +19,6 @@ from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW
 from hf_diffkv.pages.segments import segments
 from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
-from hf_diffkv.store.query_moments import QueryMoments
 from hf_diffkv.store.read import LayerTokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)

@@ -16,12 +16,12 @@ from test_compressed import left_padding
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.heads.query_moments import QueryMoments, moment_of
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rounding import ModelFeedback
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import fork_store, read_tokens, select_rows, settle
-from hf_diffkv.store.query_moments import QueryMoments, moment_of
 from hf_diffkv.store.state import Store
 
 # the best instruction set that is here and the portable form

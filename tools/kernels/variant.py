@@ -8,8 +8,8 @@ from itertools import combinations, product
 from typing import Any
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.allocation import HEAD_LADDER
 from hf_diffkv.config.presets import PRESETS
+from hf_diffkv.heads.allocation import HEAD_LADDER
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 
 UNIFORM_DIMS = (64, 128)

@@ -28,9 +28,9 @@ from typing import Any
 
 from ...compat import attention_of
 from ...config import DiffKVConfig
-from ...config.allocation import TARGET_RATIO
-from ...config.found import queries_of
 from ...config.presets import PRESETS
+from ...heads.allocation import TARGET_RATIO
+from ...heads.lookup import queries_of
 from ...policy import POLICIES
 from ...precision import PRECISION_NAME, Precision
 from ..errors import EvaluationError, meant, unknown

@@ -12,15 +12,15 @@ from measured_heads import measured
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_diffkv import DiffKVConfig
-from hf_diffkv.config import found
 from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.heads import lookup
 
 
 def test_the_demo_begins_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks the settings of a model whose heads were measured, and of one without measurements."""
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(TINY_LM)
-    found.keep(measured(model))
+    lookup.keep(measured(model))
     measured_ones, others = settings_for(model), settings_for(AutoConfig.from_pretrained(TINY_LM))
     for settings in (measured_ones, others):
         assert [*settings][:3] == ["quality", "balanced", "small"] and setting_of(None, settings) == "balanced"
@@ -45,7 +45,7 @@ def test_the_documents_ask_what_they_tell() -> None:
 
 
 def test_a_ratio_becomes_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path))
     generator = Generator(str(TINY_LM))
     name = generator.offer_ratio(0.3)
     assert [*generator.settings][0] == name == "ratio 0.3"

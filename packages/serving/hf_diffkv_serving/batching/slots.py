@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hf_diffkv.cache.layer_part import SplitHeads
 from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store.compaction import settle
 from hf_diffkv.store.decode import attend_token
 from hf_diffkv.store.prompt import attend_tokens
-from hf_diffkv.store.query_moments import QueryMoments
 from hf_diffkv.store.state import Store
 
 from .ranks import OtherPart, other_parts

@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 
 from hf_diffkv import Precision
-from hf_diffkv.config.allocation import HEAD_LADDER, Allocation, allocate, loss_curve
-from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.heads.allocation import HEAD_LADDER, Allocation, allocate, loss_curve
+from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.pages import PageLayout
 
 ERRORS = {2: 0.2, 3: 0.036, 4: 0.008, 5: 0.0018, 6: 0.0005, 8: 0.00003}

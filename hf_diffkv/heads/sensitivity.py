@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..heads.mark import Mark
-from ..heads.recognition import MARK_KEY
 from ..precision import Precision
+from .mark import Mark
+from .recognition import MARK_KEY
 
 # bits at which heads are measured, one at a time
 KEY_BITS, VALUE_BITS = 3, 2

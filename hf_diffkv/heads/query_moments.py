@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..heads.mark import Mark
-from ..heads.recognition import MARK_KEY
 from ..ops.rotation import rotation_matrix
 from ..ops.rounding import feedback_of
+from .mark import Mark
+from .recognition import MARK_KEY
 
 MOMENTS_FORMAT = "query moments 1"
 # metadata entries that say where the moments come from
@@ -168,7 +168,8 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
             # copied, because the file may be replaced
             triangles = tuple(file.get_tensor(str(layer)).clone() for layer in range(len(file.keys())))
         mark = Mark.from_dict(json.loads(metadata[MARK_KEY])) if MARK_KEY in metadata else None
-        return QueryMoments(*(metadata[name] for name in ORIGIN), triangles, mark)
+        model_type, model_digest, documents_digest = (metadata[name] for name in ORIGIN)
+        return QueryMoments(model_type, model_digest, documents_digest, triangles, mark)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold the moments of a model's queries: {error}") from error
 

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..heads import hub
-from ..heads.mark import SAME
-from ..heads.recognition import identity_of, known_of_the_hub, loaded_from, marks_in, nearest
+from . import hub
+from .mark import SAME
+from .recognition import identity_of, known_of_the_hub, loaded_from, marks_in, nearest
 from .sensitivity import Sensitivity
 
 # names the folder of measurements; without it `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv is used
@@ -86,7 +86,7 @@ def beside(model: Any) -> Path | None:
 
 
 def queries_of(model: Any) -> Path | None:
-    """Returns the file with the moments of a model's queries (store/query_moments.py), or None.
+    """Returns the file with the moments of a model's queries (heads/query_moments.py), or None.
 
     The file next to the model's configuration comes first, whatever the weights; then the file for exactly these
     weights; then the file of the model or relative whose measurements `measured_of` takes.
