@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ def find(
         raise FileNotFoundError(
             f"{folder / CONFIG_NAME} does not exist; write it with DiffKVConfig.save_pretrained first."
         )
-    repo = os.fspath(name)
     from huggingface_hub import errors, hf_hub_download
 
+    repo = os.fspath(name)
     try:
         found = hf_hub_download(
             repo,
@@ -62,6 +63,49 @@ def find(
     except errors.HfHubHTTPError as error:
         raise _hub_error(error, repo, revision, "read") from error
     return Path(found)
+
+
+def cached(repo: str, file: str) -> str | None:
+    """Returns the path of a repository's file in the Hub's cache, or None."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        known = try_to_load_from_cache(repo, file)
+    except HFValidationError:
+        return None
+    return known if isinstance(known, str) else None
+
+
+@cache
+def configuration(repo: str) -> Path | None:
+    """Returns the configuration file of the commit of a model that the Hub's cache holds, or None.
+
+    The Hub is asked once if its cache does not know whether there is one. No answer counts as none.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    known = cached(repo, "config.json")
+    if known is None:
+        return None
+    commit = Path(known).parent.name
+    try:
+        here = try_to_load_from_cache(repo, CONFIG_NAME, revision=commit)
+        # a string, a marker that the file does not exist, or None if nobody has asked
+        return Path(here) if isinstance(here, str) else None if here else find(repo, revision=commit)
+    except OSError:
+        return None
+
+
+@cache
+def queries(repo: str, commit: str) -> Path | None:
+    """Returns the file with the moments of a model's queries of a commit, downloaded if not cached, or None."""
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, QUERIES_NAME, revision=commit))
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError, OSError):
+        return None
 
 
 def push(

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import hub
 from .mark import SAME
-from .recognition import identity_of, known_of_the_hub, loaded_from, marks_in, nearest
+from .recognition import identity_of, loaded_from, marks_in, nearest
 from .sensitivity import Sensitivity
 
 # names the folder of measurements; without it `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv is used
@@ -82,7 +82,7 @@ def beside(model: Any) -> Path | None:
     local = Path(name) / hub.CONFIG_NAME
     if local.is_file():
         return local
-    return None if Path(name).is_dir() else _on_the_hub(os.fspath(name))
+    return None if Path(name).is_dir() else hub.configuration(os.fspath(name))
 
 
 def queries_of(model: Any) -> Path | None:
@@ -100,7 +100,7 @@ def queries_of(model: Any) -> Path | None:
         if near.is_file():
             return near
         name = os.fspath(_name_of(model))
-        fetched = None if Path(name).is_dir() else _queries_on_the_hub(name, config.parent.name)
+        fetched = None if Path(name).is_dir() else hub.queries(name, config.parent.name)
         if fetched is not None:
             return fetched
     own = _by_digest(model, MOMENTS)
@@ -189,29 +189,3 @@ def _name_of(model: Any) -> str | os.PathLike:
     if isinstance(model, (str, os.PathLike)):
         return model
     return getattr(getattr(model, "config", model), "name_or_path", "")
-
-
-@cache
-def _queries_on_the_hub(repo: str, commit: str) -> Path | None:
-    from huggingface_hub import errors, hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repo, hub.QUERIES_NAME, revision=commit))
-    except (errors.EntryNotFoundError, errors.HfHubHTTPError, OSError):
-        return None
-
-
-@cache
-def _on_the_hub(repo: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    known = known_of_the_hub(repo, "config.json")
-    if known is None:
-        return None
-    commit = Path(known).parent.name
-    try:
-        here = try_to_load_from_cache(repo, hub.CONFIG_NAME, revision=commit)
-        # a string, a marker that the file does not exist, or None if nobody has asked
-        return Path(here) if isinstance(here, str) else None if here else hub.find(repo, revision=commit)
-    except OSError:
-        return None

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from . import hub
 from .mark import RELATIVE, Mark
 from .weights import files_digest, model_digest, norms_in_files, norms_of
 
@@ -100,20 +101,8 @@ def folder_of(model: Any) -> Path | None:
     name = loaded_from(model)
     if not name:
         return None
-    known = name if Path(name).is_dir() else known_of_the_hub(name, "config.json")
+    known = name if Path(name).is_dir() else hub.cached(name, "config.json")
     return None if known is None else Path(known) if Path(known).is_dir() else Path(known).parent
-
-
-def known_of_the_hub(repo: str, file: str) -> str | None:
-    """Returns the path of a file in the Hub's cache, or None."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        known = try_to_load_from_cache(repo, file)
-    except HFValidationError:
-        return None
-    return known if isinstance(known, str) else None
 
 
 def _digest(model: Any) -> str | None:
