@@ -26,8 +26,8 @@ from hub_stand_in import Hub
 from quick import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 from hf_diffkv.cache.graphs import DecodeStep
-from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.pages import PagePool
+from hf_diffkv.running.models import resolve_model
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

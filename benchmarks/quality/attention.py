@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from hf_diffkv import plot
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.environment import describe_environment
-from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.running.models import resolve_model
 
 TASKS = ("text", "dictionary", "key-value", "passage")
 # of a head's significance, that its critical tokens hold together

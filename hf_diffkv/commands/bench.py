@@ -55,9 +55,9 @@ def command(**given: Any) -> None:
 
     from ..calibration.texts import read_pieces
     from ..evaluation.environment import describe_environment
-    from ..evaluation.models import load_model
     from ..evaluation.tasks.text import stretches
     from ..evaluation.timing import WARM_UP, time_steps, timed_method
+    from ..running.models import load_model
 
     further = WARM_UP + options.steps
     context = options.context or max(1, min(CONTEXT, (limit or CONTEXT + further) - further))

@@ -29,7 +29,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     from ..config.found import keep
     from ..config.presets import head_size
     from ..evaluation.environment import describe_environment
-    from ..evaluation.models import load_config, load_model
+    from ..running.models import load_config, load_model
 
     ratio = RATIOS[DEFAULT_PRESET] if options.ratio is None else options.ratio
     model_config, tokenizer = load_config(options.model)

@@ -76,10 +76,10 @@ def command(**given: Any) -> None:
     from ..evaluation.basis import bases_of, fresh, methods_of
     from ..evaluation.isolated import run_isolated
     from ..evaluation.methods import get_method
-    from ..evaluation.models import load_config, load_model
     from ..evaluation.records import RunFolder
     from ..evaluation.runner import check_fits, documents_of, run
     from ..evaluation.tasks.base import Source
+    from ..running.models import load_config, load_model
 
     methods = [get_method(name) for name in _names("--methods", options.methods)]
     tasks = _tasks(OFFLINE_SUITE if options.tasks is None else options.tasks)

@@ -15,8 +15,8 @@ from ..config import DiffKVConfig, Precision
 from ..config.checks import as_ratio, bytes_in
 from ..config.found import beside, user_folder, weights_known
 from ..config.presets import head_size, preset_named, published
-from ..evaluation.models import resolve_model
 from ..heads.weights import model_digest
+from ..running.models import resolve_model
 from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..import_hook import unregister
+from ..running.models import CHECKOUT
 from .errors import EvaluationError
-from .models import CHECKOUT
 from .records import ENVIRONMENTS_NAME, Record, RunFolder
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ def main() -> int:
 
 
 def _work(job: dict[str, Any]) -> None:
+    from ..running.models import load_config, load_model
     from .methods import get_method
-    from .models import load_config, load_model
     from .runner import run
     from .tasks import get_task
 

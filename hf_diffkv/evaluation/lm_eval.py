@@ -17,11 +17,11 @@ from ..cache.diffkv_cache import DiffKVCache
 from ..cache.errors import UnsupportedModelError
 from ..compat import passing
 from ..extras import install
+from ..running.models import resolve_model
 from .errors import EvaluationError
 from .methods import get_method
 from .methods.diffkv import CONFIG_FIELDS, DiffKVMethod
 from .methods.transformers_caches import DENSE
-from .models import resolve_model
 from .session import Session
 
 try:

@@ -12,9 +12,9 @@ import pytest
 from hf_diffkv.cli import main
 from hf_diffkv.commands import lm_eval
 from hf_diffkv.evaluation.errors import EvaluationError
-from hf_diffkv.evaluation.models import load_config, resolve_model
 from hf_diffkv.evaluation.timing import timed_method
 from hf_diffkv.extras import install
+from hf_diffkv.running.models import load_config, resolve_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ from hf_diffkv.cli import main
 from hf_diffkv.compat import passing
 from hf_diffkv.config.allocation import HEAD_LADDER
 from hf_diffkv.config.found import keep
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.planning import ModelShape
+from hf_diffkv.running.models import TINY_LM
 
 TEXT = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()
 FACTS = "@oak=5305 @elm=1177 key_dim: int, value_dim: int @ash=8642 @oak=5305 @elm=1177 ?oak="

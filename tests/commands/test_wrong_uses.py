@@ -14,9 +14,9 @@ import pytest
 from hf_diffkv import DiffKVConfig, __version__
 from hf_diffkv.cli import main
 from hf_diffkv.commands import COMMANDS, env, load
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.native.library import instructions
 from hf_diffkv.native.path import instructions_at
+from hf_diffkv.running.models import TINY_LM
 
 TINY = ["--model", "tiny-lm"]
 ROOT = Path(__file__).parents[2]

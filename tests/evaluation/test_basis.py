@@ -20,12 +20,12 @@ from hf_diffkv.config import found
 from hf_diffkv.evaluation import basis
 from hf_diffkv.evaluation.basis import bases_of, fresh
 from hf_diffkv.evaluation.methods import get_method
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.evaluation.records import Record, RunFolder
 from hf_diffkv.evaluation.runner import documents_of, run
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.heads.weights import model_digest
+from hf_diffkv.running.models import TINY_LM
 
 
 @pytest.fixture(autouse=True)

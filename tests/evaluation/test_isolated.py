@@ -13,7 +13,7 @@ import pytest
 
 from hf_diffkv.cli import main
 from hf_diffkv.evaluation import isolated, report
-from hf_diffkv.evaluation.models import CHECKOUT
+from hf_diffkv.running.models import CHECKOUT
 
 PRESS = "kvpress:snapkv+0.5"
 # a process of `isolated` whose kvpress is a dense cache

@@ -13,10 +13,10 @@ from hf_diffkv.evaluation import isolated
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import get_method
 from hf_diffkv.evaluation.methods.kvpress import PRESSES
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.evaluation.records import Record, RunFolder
 from hf_diffkv.evaluation.session import Session
 from hf_diffkv.evaluation.tasks import Document, get_task
+from hf_diffkv.running.models import TINY_LM
 
 LAYERS, HEADS, DIM, ITEMSIZE = 6, 2, 64, 4
 TOKENS, CONTINUED = 900, 60

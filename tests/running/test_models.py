@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from hf_diffkv.evaluation import models
-from hf_diffkv.evaluation.models import resolve_model
+from hf_diffkv.running import models
+from hf_diffkv.running.models import resolve_model
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -10,9 +10,9 @@ from greedy_jobs import greedy_job
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hf_diffkv import DiffKVConfig
-from hf_diffkv.evaluation.models import TINY_LM
-from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, execute
-from hf_diffkv.evaluation.talk import chat_turns
+from hf_diffkv.running.models import TINY_LM
+from hf_diffkv.running.side_by_side import DIFFKV, DYNAMIC, execute
+from hf_diffkv.running.talk import chat_turns
 
 WITH_ROLES = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>\n{% endfor %}"

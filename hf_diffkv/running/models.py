@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from .errors import EvaluationError, one_line
+from ..evaluation.errors import EvaluationError, one_line
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TINY_LM = CHECKOUT / "examples" / "models" / "tiny-lm"

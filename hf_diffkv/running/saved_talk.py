@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import EvaluationError
+from ..evaluation.errors import EvaluationError
 
 TALK_NAME = "talk.json"
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
-from hf_diffkv.evaluation.side_by_side import DYNAMIC, execute
+from hf_diffkv.running.side_by_side import DYNAMIC, execute
 
 ROOT = Path(__file__).parents[2]
 HANDBOOK = ROOT / "examples" / "prompts" / "museum.txt"

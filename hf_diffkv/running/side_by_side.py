@@ -27,7 +27,7 @@ from ..cache.errors import HandOverError
 from ..compat import passing
 from ..config import DiffKVConfig
 from ..config.found import HINTS
-from .errors import one_line
+from ..evaluation.errors import one_line
 from .models import hide_progress_bars
 from .peak import PeakMemory
 from .saved_talk import write_talk
@@ -42,7 +42,7 @@ BROKEN_PIPE = 141
 # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
 NEW_PROCESS = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "runpy.run_module('hf_diffkv.evaluation.side_by_side', run_name='__main__')"
+    "runpy.run_module('hf_diffkv.running.side_by_side', run_name='__main__')"
 )
 
 
