@@ -93,7 +93,7 @@ native: $(DEMO_READY)
 # Wheels into dist: the library's for every Python of this platform, tagged with the oldest glibc that it runs on, and those
 # of what is built on it.
 wheel: $(DEMO_READY)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packages/serving ./packages/demo
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packages/*
 
 # The tests of native code with checks of every memory access and of undefined behaviour, on a build of its own; SETS are
 # the instruction sets beside the portable form, all without.

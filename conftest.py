@@ -18,7 +18,9 @@ import transformers
 
 # test folders are no packages; others take from these: cases of ops, pairs of a store and its simulation, policies
 ROOT = Path(__file__).parent
-sys.path += [str(ROOT / "tests" / folder) for folder in ("", "ops", "store", "policy", "distributed", "families")]
+sys.path += [
+    str(ROOT / "tests" / folder) for folder in ("", "ops", "store", "policy", "distributed", "families", "evaluation")
+]
 sys.path += [str(ROOT / "packages" / "serving" / "tests" / "batching")]
 
 # ruff: noqa: E402

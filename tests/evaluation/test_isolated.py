@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_diffkv_evaluation import report
 
 from hf_diffkv.cli import main
-from hf_diffkv.evaluation import isolated, report
+from hf_diffkv.evaluation import isolated
 from hf_diffkv.running.models import CHECKOUT
 
 PRESS = "kvpress:snapkv+0.5"
 # a process of `isolated` whose kvpress is a dense cache
 WORKER = """
     from hf_diffkv.evaluation import isolated
-    from hf_diffkv.evaluation.methods import METHODS
+    from hf_diffkv_evaluation.methods import METHODS
     METHODS.names()
     METHODS._entries["kvpress"] = lambda options: METHODS.find("dense")([])
     sys.exit(isolated.main())

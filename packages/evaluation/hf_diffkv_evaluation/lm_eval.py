@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.diffkv_cache import DiffKVCache
-from ..cache.errors import UnsupportedModelError
-from ..compat import passing
-from ..extras import install
-from ..running.models import resolve_model
-from .errors import EvaluationError
+from hf_diffkv.cache.diffkv_cache import DiffKVCache
+from hf_diffkv.cache.errors import UnsupportedModelError
+from hf_diffkv.compat import passing
+from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.evaluation.methods.dense import DENSE
+from hf_diffkv.evaluation.methods.diffkv import CONFIG_FIELDS, DiffKVMethod
+from hf_diffkv.evaluation.session import Session
+from hf_diffkv.extras import install
+from hf_diffkv.running.models import resolve_model
+
 from .methods import get_method
-from .methods.diffkv import CONFIG_FIELDS, DiffKVMethod
-from .methods.transformers_caches import DENSE
-from .session import Session
 
 try:
     from lm_eval.api.instance import Instance
@@ -63,7 +64,8 @@ class DiffKVLM(HFLM):
                 f"batch_size={batch_size}: a cache of {self.method.label!r} holds one request; use batch_size=1."
             )
         self.cached_tokens = self.cached_bytes = 0
-        self.simulated, self.diffkv_config = False, None
+        self.simulated = False
+        self.diffkv_config: dict[str, Any] | None = None
         try:
             name = resolve_model(pretrained) if isinstance(pretrained, str) else pretrained
         except ValueError as error:

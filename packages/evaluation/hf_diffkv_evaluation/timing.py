@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from ..compat import passing
-from .errors import unknown
+from hf_diffkv.compat import passing
+from hf_diffkv.evaluation.errors import unknown
+from hf_diffkv.evaluation.session import Session
+
 from .methods import METHODS, Method, get_method
 from .methods.transformers_caches import STATIC, StaticMethod
-from .session import Session
 
 # first steps, which set up kernels and thread pools
 WARM_UP = 2

@@ -1,13 +1,13 @@
-"""Scatter plots: quality against bytes, with names that do not overlap, and one value per head by layer."""
+"""Scatter plots of quality against bytes, with names that do not overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .figure import SMALL, Picture, new_figure, styled
-from .palette import GROUPS, INK, style_of
+from hf_diffkv.plot.figure import SMALL, Picture, new_figure, styled
+from hf_diffkv.plot.palette import INK, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 # inches
 SCATTER_WIDTH, SCATTER_HEIGHT = 8.0, 5.4
-LAYERS_WIDTH, LAYERS_HEIGHT = 7.5, 3.8
 # a logarithmic scale is linear below this, down to 0
 LINEAR = 1e-3
 # offsets of a name from its mark in points, nearest first
@@ -81,30 +80,6 @@ def quality(points: Sequence[Point], title: str, ylabel: str, logarithmic: bool 
         axis.set_ylim(bottom=0)
     axis.margins(x=0.06, y=0.08)
     _place_names(axis, points)
-    return Picture(figure)
-
-
-def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, logarithmic: bool = False) -> Picture:
-    """Plots one value per head over its layer.
-
-    Args:
-        groups: (layer, value) of each head, by the name of the measured quantity.
-        ylabel: label of the vertical axis.
-        logarithmic: whether the vertical axis is logarithmic.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there are no groups, or more than there are colours.
-    """
-    if not 0 < len(groups) <= len(GROUPS):
-        raise ValueError(f"groups has {len(groups)} entries; give 1 to {len(GROUPS)}.")
-    figure = new_figure(LAYERS_WIDTH, LAYERS_HEIGHT)
-    axis = styled(figure.add_subplot(), "", "layer", ylabel)
-    for (name, points), style in zip(groups.items(), GROUPS):
-        layers, values = zip(*points)
-        axis.scatter(layers, values, s=14, alpha=0.7, linewidth=0, color=style.colour, marker=style.mark, label=name)
-    axis.set(yscale="log") if logarithmic else axis.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncol=len(groups), frameon=False, fontsize=SMALL)
     return Picture(figure)
 
 

@@ -1,4 +1,4 @@
-"""Methods for Transformers' own caches: `dense`, the reference of all comparisons, `static`, `quanto:4`, `fp8` etc."""
+"""Methods for further caches of Transformers: `static`, `quanto:4`, `hqq:4`, `fp8`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,15 @@ import importlib.util
 from functools import partial
 from typing import Any
 
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import QuantizedCache, StaticCache
 
-from ..errors import EvaluationError
-from . import method
-from .base import HeldBytes, Method, tensor_bytes
+from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.evaluation.methods import Method, method
+from hf_diffkv.evaluation.methods.base import without_options
 
-DENSE, STATIC, FP8 = "dense", "static", "fp8"
+STATIC, FP8 = "static", "fp8"
 # module, package and supported numbers of bits, by backend
 QUANTIZERS = {"quanto": ("optimum.quanto", "optimum-quanto", (2, 4)), "hqq": ("hqq", "hqq", (1, 2, 3, 4, 8))}
-
-
-class DenseMethod(Method):
-    """Method with the uncompressed cache, sliding windows included."""
-
-    batches = True
-
-    def new_cache(self, model: Any) -> Any:
-        return DynamicCache(config=model.config)
-
-    def held(self, cache: Any) -> HeldBytes:
-        held = tensor_bytes(cache.layers)
-        return HeldBytes(held, held)
 
 
 class StaticMethod(Method):
@@ -52,12 +39,6 @@ class QuantizedMethod(Method):
         return QuantizedCache(self.backend, model.config, nbits=self.bits)
 
 
-def _without_options(family: str, build: Any, options: list[str]) -> Method:
-    if options:
-        raise EvaluationError(f"method {family!r} has no options.")
-    return build()
-
-
 def _with_bits(backend: str, options: list[str]) -> Method:
     module, package, allowed = QUANTIZERS[backend]
     if len(options) > 1 or (options and options[0] not in map(str, allowed)):
@@ -74,7 +55,6 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-method(DENSE)(partial(_without_options, DENSE, DenseMethod))
-method(FP8)(partial(_without_options, FP8, partial(QuantizedMethod, FP8, None)))
+method(FP8)(partial(without_options, FP8, partial(QuantizedMethod, FP8, None)))
 for _backend in QUANTIZERS:
     method(_backend)(partial(_with_bits, _backend))

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from ..evaluation.errors import EvaluationError
-from .console import Command, paragraph, progress
-from .models import position_limit
-from .options import AtLeast, model_option, quiet_option, running_options
+from hf_diffkv.commands.console import Command, paragraph, progress
+from hf_diffkv.commands.models import position_limit
+from hf_diffkv.commands.options import AtLeast, model_option, quiet_option, running_options
+from hf_diffkv.evaluation.errors import EvaluationError
 
 # suite of small tasks
 OFFLINE_SUITE = "offline"
@@ -22,8 +22,9 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
     """Prints methods and tasks and exits, like --help."""
     if not value or context.resilient_parsing:
         return
-    from ..evaluation.methods import METHODS
-    from ..evaluation.tasks import suites
+    from hf_diffkv.evaluation.tasks import suites
+
+    from ..methods import METHODS
 
     click.echo(f"methods: {', '.join(METHODS.names())}")
     for suite, names in suites().items():
@@ -73,13 +74,14 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
 )
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
-    from ..evaluation.basis import bases_of, fresh, methods_of
-    from ..evaluation.isolated import run_isolated
-    from ..evaluation.methods import get_method
-    from ..evaluation.records import RunFolder
-    from ..evaluation.runner import check_fits, documents_of, run
-    from ..evaluation.tasks.base import Source
-    from ..running.models import load_config, load_model
+    from hf_diffkv.evaluation.basis import bases_of, fresh, methods_of
+    from hf_diffkv.evaluation.isolated import run_isolated
+    from hf_diffkv.evaluation.records import RunFolder
+    from hf_diffkv.evaluation.runner import check_fits, documents_of, run
+    from hf_diffkv.evaluation.tasks.base import Source
+    from hf_diffkv.running.models import load_config, load_model
+
+    from ..methods import get_method
 
     methods = [get_method(name) for name in _names("--methods", options.methods)]
     tasks = _tasks(OFFLINE_SUITE if options.tasks is None else options.tasks)
@@ -115,7 +117,7 @@ def command(**given: Any) -> None:
         if records:
             _write_report(folder.folder, records, options.quiet)
     if options.submit is not None:
-        from ..evaluation.submission import submission_of, write_submission
+        from hf_diffkv.evaluation.submission import submission_of, write_submission
 
         write_submission(submission_of(records, settings), options.submit)
         print(f"Wrote {options.submit}.")
@@ -129,7 +131,7 @@ def _names(option: str, text: str) -> list[str]:
 
 
 def _tasks(text: str) -> list[Any]:
-    from ..evaluation.tasks import get_task, suites
+    from hf_diffkv.evaluation.tasks import get_task, suites
 
     known = suites()
     names = [task for name in _names("--tasks", text) for task in known.get(name, [name])]
@@ -138,7 +140,7 @@ def _tasks(text: str) -> list[Any]:
 
 def _fitting(prepared: list[Any], limit: int | None, quiet: bool) -> list[Any]:
     """Returns the tasks that a model of `limit` tokens can run, with their documents, and reports the others."""
-    from ..evaluation.runner import longest
+    from hf_diffkv.evaluation.runner import longest
 
     fitting = [(task, documents) for task, documents in prepared if limit is None or longest(documents) <= limit]
     left = [f"{task.name} ({longest(documents):,})" for task, documents in prepared if (task, documents) not in fitting]
@@ -163,7 +165,7 @@ def _tell_of_left_out(written: list[Any], shown: list[Any], quiet: bool) -> None
 
 
 def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:
-    from ..evaluation.report import markdown, plot_tasks
+    from ..report import markdown, plot_tasks
 
     table = markdown(records)
     (folder / "table.md").write_text(table)

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from hf_diffkv_evaluation import report
+from hf_diffkv_evaluation.methods import METHODS
 
 from hf_diffkv.cli import main
-from hf_diffkv.evaluation import report
-from hf_diffkv.evaluation.methods import METHODS
 from hf_diffkv.evaluation.records import Record
 from hf_diffkv.evaluation.tasks import TASKS, facts, suites, text
 

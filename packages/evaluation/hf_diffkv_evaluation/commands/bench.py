@@ -9,11 +9,9 @@ from typing import Any
 
 import click
 
-from ..evaluation.errors import EvaluationError
-from ..import_hook import NAME
-from .console import Command, megabytes, one_line, paragraph, progress, table
-from .models import load_tokenizer, position_limit, supported_config, usable_device
-from .options import (
+from hf_diffkv.commands.console import Command, megabytes, one_line, paragraph, progress, table
+from hf_diffkv.commands.models import load_tokenizer, position_limit, supported_config, usable_device
+from hf_diffkv.commands.options import (
     RATIO,
     AtLeast,
     choice_of,
@@ -23,6 +21,8 @@ from .options import (
     quiet_option,
     running_options,
 )
+from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.import_hook import NAME
 
 DEFAULT_CACHES = "dense,static,quanto:4,diffkv,diffkv:K8V4"
 CONTEXT = 2048
@@ -53,11 +53,12 @@ def command(**given: Any) -> None:
 
     import torch
 
-    from ..calibration.texts import read_pieces
-    from ..evaluation.environment import describe_environment
-    from ..evaluation.tasks.text import stretches
-    from ..evaluation.timing import WARM_UP, time_steps, timed_method
-    from ..running.models import load_model
+    from hf_diffkv.calibration.texts import read_pieces
+    from hf_diffkv.evaluation.environment import describe_environment
+    from hf_diffkv.evaluation.tasks.text import stretches
+    from hf_diffkv.running.models import load_model
+
+    from ..timing import WARM_UP, time_steps, timed_method
 
     further = WARM_UP + options.steps
     context = options.context or max(1, min(CONTEXT, (limit or CONTEXT + further) - further))

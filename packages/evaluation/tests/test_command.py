@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hf_diffkv_evaluation.commands.evaluate import _tasks
 from invented import GOOD, TASK, Invented
 
 from hf_diffkv.cli import INTERRUPTED, USAGE_ERROR, main
-from hf_diffkv.commands.evaluate import _tasks
 from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.tasks import suites
 

@@ -24,11 +24,10 @@ from hf_diffkv.evaluation.tasks import HARNESS_TASKS, harness_task
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
+from hf_diffkv_evaluation.lm_eval import DiffKVLM, method_name, register  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from hf_diffkv.evaluation.lm_eval import DiffKVLM, method_name, register  # noqa: E402
-
-TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+TINY_LM = Path(__file__).parents[3] / "examples" / "models" / "tiny-lm"
 LENGTHS = (150, 400, 260)
 ANSWER = 4
 LOSSLESS = "diffkv:lossless"
@@ -185,7 +184,7 @@ def test_command(tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 HARNESS = Path(lm_eval.tasks.__file__).parent
-DOCUMENT = Path(__file__).parents[2] / "docs" / "evaluation.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "evaluation.md"
 # what the table of the document names
 FOLDERS = "gsm8k minerva_math benchmarks hendrycks_math aime mmlu mmlu_pro gpqa humaneval mbpp longbench ruler".split()
 
@@ -275,6 +274,7 @@ def test_help_loads_no_pytorch() -> None:
         "try:\n    main(['lm-eval', '--help'])\n"
         "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    places = (Path(__file__).parents[3], Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and "AssertionError" not in result.stderr, result.stderr[-2000:]

@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from hf_diffkv_evaluation.report import format_estimate, markdown, plot_tasks, rows_of
 from invented import BAD, GOOD, TASK
 from matplotlib.image import imread
 
 from hf_diffkv.evaluation.records import Record
-from hf_diffkv.evaluation.report import format_estimate, markdown, plot_tasks, rows_of
 from hf_diffkv.evaluation.statistics import Estimate
 from hf_diffkv.evaluation.tasks.base import KL, PERPLEXITY, RIGHT
 

@@ -7,8 +7,8 @@ import sys
 
 import click
 
-from ..extras import install
-from .console import Command
+from hf_diffkv.commands.console import Command
+from hf_diffkv.extras import install
 
 USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
 
@@ -42,7 +42,7 @@ def command(arguments: tuple[str, ...]) -> None:
             return
     else:
         # imported here, as it takes seconds; raises an error with the install command if there is no harness
-        from ..evaluation.lm_eval import register
+        from ..lm_eval import register
 
         register()
     from lm_eval.__main__ import cli_evaluate

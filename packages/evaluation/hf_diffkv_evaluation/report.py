@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import plot
-from .methods.transformers_caches import DENSE
-from .records import Record
-from .statistics import Estimate, estimate
-from .tasks import Metric, get_task
+from hf_diffkv.evaluation.methods.dense import DENSE
+from hf_diffkv.evaluation.records import Record
+from hf_diffkv.evaluation.statistics import Estimate, estimate
+from hf_diffkv.evaluation.tasks import Metric, get_task
+
+from .scatter import Point, quality
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _row(method: str, records: Sequence[Record], tasks: Sequence[str], documents
         mine = [record for record in records if record.task == task]
         good = [record for record in mine if record.error is None]
         for metric in get_task(task).metrics:
-            sums = [tuple(record.metrics[metric.name]) for record in good if metric.name in record.metrics]
+            sums = [record.metrics[metric.name] for record in good if metric.name in record.metrics]
             # a mean over the documents that worked would flatter a method that fails on the hard ones
             whole = bool(sums) and len(good) == len(mine)
             cells[task, metric.name] = Cell(metric, estimate(sums) if whole else None, len(mine) - len(good))
@@ -90,9 +91,10 @@ def _row(method: str, records: Sequence[Record], tasks: Sequence[str], documents
 
 
 def _quotient(pairs: Sequence[tuple[int | None, int | None]]) -> float | None:
-    if not pairs or any(a is None or not b for a, b in pairs):
+    known = [(a, b) for a, b in pairs if a is not None and b]
+    if not pairs or len(known) < len(pairs):
         return None
-    return sum(a for a, _ in pairs) / sum(b for _, b in pairs)
+    return sum(a for a, _ in known) / sum(b for _, b in known)
 
 
 def format_estimate(metric: Metric, value: Estimate | None) -> str:
@@ -139,19 +141,19 @@ def plot_tasks(records: Iterable[Record], folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is missing.
     """
-    rows = [row for row in rows_of(records) if row.ratio is not None]
+    rows = rows_of(records)
     written = []
     for task, name in dict.fromkeys(key for row in rows for key in row.cells):
-        found = [(row, row.cells[task, name]) for row in rows if row.cells[task, name].estimate is not None]
-        if not found:
-            continue
-        metric = found[0][1].metric
+        metric = rows[0].cells[task, name].metric
         points = []
-        for row, cell in found:
-            figures = (cell.estimate.mean, cell.estimate.low, cell.estimate.high)
-            points.append(plot.Point(row.method, row.ratio, *map(metric.transform, figures)))
+        for row in rows:
+            value = row.cells[task, name].estimate
+            if value is not None and row.ratio is not None:
+                points.append(Point(row.method, row.ratio, *map(metric.transform, (value.mean, value.low, value.high))))
+        if not points:
+            continue
         better = "higher" if metric.higher_is_better else "lower"
         ylabel = f"{metric.title} ({better} is better)"
-        picture = plot.quality(points, title=task, ylabel=ylabel, logarithmic=metric.name.startswith("kl"))
+        picture = quality(points, title=task, ylabel=ylabel, logarithmic=metric.name.startswith("kl"))
         written.append(picture.save(folder / f"{task}-{name}.png"))
     return written
