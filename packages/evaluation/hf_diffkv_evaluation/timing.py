@@ -12,6 +12,7 @@ import torch
 
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.errors import unknown
+from hf_diffkv.evaluation.methods import ELSEWHERE
 from hf_diffkv.evaluation.session import Session
 
 from .methods import METHODS, Method, get_method
@@ -45,7 +46,7 @@ def timed_method(name: str, tokens: int) -> Method:
     if name == STATIC:
         return StaticMethod(tokens)
     family = name.partition(":")[0]
-    if family not in METHODS.names():
+    if family not in (*METHODS.names(), *ELSEWHERE):
         raise unknown("cache", family, [STATIC, *METHODS.names()])
     return get_method(name)
 

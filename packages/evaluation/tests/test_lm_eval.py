@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv.cli import main
 from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.evaluation.methods.dense import DenseMethod
 from hf_diffkv.evaluation.tasks import HARNESS_TASKS, harness_task
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
@@ -156,9 +158,12 @@ def test_other_methods_take_one_request_at_a_time(tasks: Path, expected: list[st
         evaluate(tasks, "facts_written", "quanto:4", batch_size=2)
 
 
-def test_methods_of_other_environments_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="needs an environment of its own .kvpress.; use `hf-diffkv evaluate`"):
+def test_methods_of_other_environments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EvaluationError, match="'kvpress' is measured by benchmarks/quality/peers.py of a checkout"):
         DiffKVLM("no-model", cache="kvpress:snapkv+0.5")
+    monkeypatch.setattr(DenseMethod, "environment", SimpleNamespace(name="elsewhere"))
+    with pytest.raises(EvaluationError, match="needs an environment of its own .elsewhere.; use benchmarks/quality"):
+        DiffKVLM("no-model", cache="dense")
 
 
 def test_fields_become_options() -> None:

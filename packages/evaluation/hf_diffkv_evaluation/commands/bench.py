@@ -75,9 +75,6 @@ def command(**given: Any) -> None:
             if "pip install" not in str(error):
                 raise
             progress(f"{name} is left out: {one_line(error)}", options.quiet)
-    elsewhere = [method.label for method in methods if method.environment is not None]
-    if elsewhere:
-        raise click.UsageError(f"--caches {elsewhere[0]} needs an environment of its own; use `hf-diffkv evaluate`.")
     device = usable_device(options.device)
     (document,) = stretches(read_pieces(options.text), load_tokenizer(options.model), 1, context, further)
     if options.threads is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from hf_diffkv.evaluation.errors import EvaluationError
 
 # suite of small tasks
 OFFLINE_SUITE = "offline"
+# options of earlier releases, with what to do instead
+GONE = {"--submit": "benchmarks/quality/peers.py has it"}
 DEFAULT_METHODS = "dense,diffkv,diffkv:K8V4,diffkv:K4V2,quanto:4"
 
 
@@ -32,55 +35,80 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
     context.exit()
 
 
+def _refuse(context: click.Context, param: click.Parameter, value: Any) -> None:
+    """Refuses an option of earlier releases."""
+    if value is not None:
+        raise click.UsageError(f"{param.opts[0]} has gone; {GONE[param.opts[0]]}.")
+
+
+OPTIONS = (
+    model_option(required=True),
+    click.option("--methods", default=DEFAULT_METHODS, metavar="A,B", help="family:option+option, see --list."),
+    click.option(
+        "--tasks",
+        metavar="X,Y",
+        help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE_SUITE} that the model's context "
+        "holds]",
+    ),
+    click.option("--output", type=Path, required=True, metavar="FOLDER", help="If it holds a run, that is continued."),
+    click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]"),
+    click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]"),
+    click.option("--seed", type=int, default=0, metavar="N", help="For the documents."),
+    click.option(
+        "--max-new-tokens", type=AtLeast(), metavar="N", help="In tasks that generate.  [default: the task's own]"
+    ),
+    click.option("--sample", is_flag=True, help="Draw tokens as the model's generation config says, not greedily."),
+    click.option(
+        "--batch-size",
+        type=AtLeast(),
+        default=1,
+        metavar="N",
+        help="Documents per cache, if task and method allow it.",
+    ),
+    running_options,
+    click.option("--retry", is_flag=True, help="Run again what failed before."),
+    quiet_option,
+    click.option(
+        "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print methods and tasks."
+    ),
+)
+
+
+def evaluate_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options of the command, as decorator."""
+    for option in reversed(OPTIONS):
+        function = option(function)
+    return function
+
+
 @click.command(
     "evaluate",
     cls=Command,
     help="Run every method on every task with one model and write a line per method, task and document to "
     "OUTPUT/records.jsonl, a table to OUTPUT/table.md and plots beside them. Run it again to continue.",
 )
-@model_option(required=True)
-@click.option("--methods", default=DEFAULT_METHODS, metavar="A,B", help="family:option+option, see --list.")
-@click.option(
-    "--tasks",
-    metavar="X,Y",
-    help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE_SUITE} that the model's context holds]",
-)
-@click.option("--output", type=Path, required=True, metavar="FOLDER", help="If it holds a run, that is continued.")
-@click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]")
-@click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]")
-@click.option("--seed", type=int, default=0, metavar="N", help="For the documents.")
-@click.option(
-    "--max-new-tokens", type=AtLeast(), metavar="N", help="In tasks that generate.  [default: the task's own]"
-)
-@click.option("--sample", is_flag=True, help="Draw tokens as the model's generation config says, not greedily.")
-@click.option(
-    "--batch-size",
-    type=AtLeast(),
-    default=1,
-    metavar="N",
-    help="Documents per cache, if task and method allow it.",
-)
-@running_options
-@click.option("--retry", is_flag=True, help="Run again what failed before.")
-@click.option(
-    "--submit",
-    type=Path,
-    metavar="FILE",
-    help="Write what was measured into one file, for the gallery of methods (docs/evaluation.md).",
-)
-@quiet_option
-@click.option(
-    "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print methods and tasks."
-)
+@evaluate_options
+@click.option("--submit", hidden=True, expose_value=False, callback=_refuse)
 def command(**given: Any) -> None:
-    options = SimpleNamespace(**given)
-    from hf_diffkv.evaluation.basis import bases_of, fresh, methods_of
-    from hf_diffkv.evaluation.isolated import run_isolated
+    evaluate(SimpleNamespace(**given))
+
+
+def evaluate(options: SimpleNamespace) -> tuple[list[Any], dict[str, Any]]:
+    """Measures methods on tasks, and writes records, table and plots.
+
+    Returns:
+        Records of the folder that are up to date, and the settings of the run.
+
+    Raises:
+        EvaluationError: an error that the user can correct.
+    """
+    from hf_diffkv.evaluation.basis import bases_of
     from hf_diffkv.evaluation.records import RunFolder
     from hf_diffkv.evaluation.runner import check_fits, documents_of, run
     from hf_diffkv.evaluation.tasks.base import Source
     from hf_diffkv.running.models import load_config, load_model
 
+    from ..fresh import fresh, methods_of
     from ..methods import get_method
 
     methods = [get_method(name) for name in _names("--methods", options.methods)]
@@ -109,18 +137,16 @@ def command(**given: Any) -> None:
         run(model, tokenizer, here, prepared, folder, batch_size=options.batch_size, **shared)
         # other processes load the model again
         del model
-        failed = run_isolated(elsewhere, prepared, folder, model=options.model, device=options.device, **shared)
+        for environment in dict.fromkeys(method.environment for method in elsewhere):
+            mine = [method for method in elsewhere if method.environment is environment]
+            failed += environment.run(mine, prepared, folder, model=options.model, device=options.device, **shared)
     finally:
         written = folder.all_records()
         records = [*fresh(written, bases), *failed]
         _tell_of_left_out(written, records, options.quiet)
         if records:
             _write_report(folder.folder, records, options.quiet)
-    if options.submit is not None:
-        from hf_diffkv.evaluation.submission import submission_of, write_submission
-
-        write_submission(submission_of(records, settings), options.submit)
-        print(f"Wrote {options.submit}.")
+    return records, settings
 
 
 def _names(option: str, text: str) -> list[str]:

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from isolated import Isolated
 from transformers import DynamicCache
 
-from ...compat import attention_of
-from ..errors import EvaluationError, unknown
-from . import method
-from .base import HeldBytes, Method, attends_fully, tensor_bytes
+from hf_diffkv.compat import attention_of
+from hf_diffkv.evaluation.errors import EvaluationError, unknown
+from hf_diffkv.evaluation.methods import HeldBytes, Method, method
+from hf_diffkv.evaluation.methods.base import attends_fully, tensor_bytes
 
 PRESSES = {
     "expected-attention": "ExpectedAttentionPress",
@@ -51,7 +52,7 @@ class KVPressMethod(Method):
         numbers: further integer arguments of the press, for example `window_size`.
     """
 
-    environment = "kvpress"
+    environment = Isolated("kvpress")
     drops_tokens = True
     packages = ("kvpress", "transformers")
 

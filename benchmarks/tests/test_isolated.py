@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hf_diffkv_evaluation import report
 
-from hf_diffkv.cli import main
-from hf_diffkv.evaluation import isolated
+from hf_diffkv.evaluation.runner import documents_of
+from hf_diffkv.evaluation.tasks import get_task, suites
+from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.running.models import CHECKOUT
 
 PRESS = "kvpress:snapkv+0.5"
-# a process of `isolated` whose kvpress is a dense cache
+# a process of `worker.py` whose kvpress is a dense cache
 WORKER = """
-    from hf_diffkv.evaluation import isolated
-    from hf_diffkv_evaluation.methods import METHODS
+    sys.path.insert(0, os.path.dirname(sys.argv[1]))
+    import methods, worker
+    from hf_diffkv.evaluation.methods import METHODS
     METHODS.names()
     METHODS._entries["kvpress"] = lambda options: METHODS.find("dense")([])
-    sys.exit(isolated.main())
+    sys.exit(worker.main())
 """
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def environment(isolated: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the environment kvpress, whose Python runs a given program whatever it is asked to."""
     monkeypatch.setattr(isolated, "ENVIRONMENTS", tmp_path / "envs")
     # which take longer than all the rest
@@ -51,9 +57,14 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def evaluate(output: Path, *options: str, methods: str = f"dense,{PRESS}") -> int:
+@pytest.fixture
+def evaluate(peers: ModuleType) -> Callable[..., int]:
+    return functools.partial(run, peers)
+
+
+def run(peers: ModuleType, output: Path, *options: str, methods: str = f"dense,{PRESS}") -> int:
     arguments = ["--model", "tiny-lm", "--tasks", "key-value", "--methods", methods, "--output", str(output)]
-    return main(["evaluate", *arguments, "--documents", "1", "--length", "500", *options])
+    return peers.main([*arguments, "--documents", "1", "--length", "500", *options])
 
 
 def records(folder: Path) -> dict[str, dict]:
@@ -61,8 +72,18 @@ def records(folder: Path) -> dict[str, dict]:
     return {record["method"]: record for record in map(json.loads, lines)}
 
 
+@pytest.mark.parametrize("name", suites()["offline"])
+def test_a_document_is_the_same_for_a_process(name: str, script: Callable[[str], ModuleType], tokenizer: Any) -> None:
+    source = Source(tokenizer, 1, 900)
+    document = documents_of(get_task(name), source)[0]
+    received = script("worker").read_document(json.loads(json.dumps(dataclasses.asdict(document))))
+    assert received == document and received.digest == document.digest
+
+
 @pytest.mark.parametrize("made", [False, True])
-def test_an_environment_that_is_missing(made: bool, environment: Any, tmp_path: Path, capsys: Any) -> None:
+def test_an_environment_that_is_missing(
+    evaluate: Callable[..., int], isolated: ModuleType, made: bool, environment: Any, tmp_path: Path, capsys: Any
+) -> None:
     """Or was not made to its end: the others run, and its row says what to do."""
     if made:
         (environment("") / isolated.READY_NAME).unlink()
@@ -76,10 +97,12 @@ def test_an_environment_that_is_missing(made: bool, environment: Any, tmp_path: 
 
 
 @pytest.mark.slow
-def test_records_of_both_join(environment: Any, tmp_path: Path, capsys: Any) -> None:
+def test_records_of_both_join(
+    evaluate: Callable[..., int], isolated: ModuleType, environment: Any, tmp_path: Path, capsys: Any
+) -> None:
     folder = environment(WORKER)
     assert evaluate(tmp_path / "run") == 0
-    assert (folder / "called").read_text().split() == [str(CHECKOUT), "-m", "hf_diffkv.evaluation.isolated"]
+    assert (folder / "called").read_text().split() == [str(CHECKOUT), str(isolated.WORKER)]
     here, there = (records(tmp_path / "run" / part) for part in ("", "environments/kvpress"))
     assert list(here) == ["dense"] and list(there) == [PRESS]
     assert there[PRESS]["metrics"] == here["dense"]["metrics"]
@@ -98,7 +121,7 @@ def test_records_of_both_join(environment: Any, tmp_path: Path, capsys: Any) -> 
 
 
 @pytest.mark.slow
-def test_alone(environment: Any, tmp_path: Path) -> None:
+def test_alone(evaluate: Callable[..., int], environment: Any, tmp_path: Path) -> None:
     environment(WORKER)
     assert evaluate(tmp_path / "run", "--quiet", methods=PRESS) == 0
     assert not (tmp_path / "run" / "records.jsonl").exists()
@@ -106,7 +129,7 @@ def test_alone(environment: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_refusal_of_the_other_process(environment: Any, tmp_path: Path) -> None:
+def test_a_refusal_of_the_other_process(evaluate: Callable[..., int], environment: Any, tmp_path: Path) -> None:
     """Its folder holds a run of another model."""
     environment(WORKER)
     folder = tmp_path / "run" / "environments" / "kvpress"
@@ -125,19 +148,27 @@ def test_a_refusal_of_the_other_process(environment: Any, tmp_path: Path) -> Non
         ("sys.stdin.read(); raise MemoryError", "its process ended with exit code 1"),
     ],
 )
-def test_a_process_that_dies(environment: Any, tmp_path: Path, program: str, said: str) -> None:
+def test_a_process_that_dies(
+    evaluate: Callable[..., int], environment: Any, tmp_path: Path, program: str, said: str
+) -> None:
     environment(program)
     assert evaluate(tmp_path / "run") == 0
     assert f"- `{PRESS}` failed: environment kvpress: {said}" in (tmp_path / "run" / "table.md").read_text()
 
 
-def test_what_it_says_is_passed_on(environment: Any, tmp_path: Path, capsys: Any) -> None:
+def test_what_it_says_is_passed_on(evaluate: Callable[..., int], environment: Any, tmp_path: Path, capsys: Any) -> None:
     environment("sys.stdin.read(); print('kvpress:x failed on a: b')")
     assert evaluate(tmp_path / "run") == 0
     assert "kvpress:x failed on a: b\n" in capsys.readouterr().out
 
 
-def test_an_interrupt_ends_it(environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_it(
+    evaluate: Callable[..., int],
+    isolated: ModuleType,
+    environment: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     environment("sys.stdin.read(); print('begun', flush=True); time.sleep(600)")
     started = []
 
@@ -153,12 +184,12 @@ def test_an_interrupt_ends_it(environment: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(isolated.subprocess, "Popen", Popen)
     monkeypatch.setattr(isolated, "print", interrupt, raising=False)
     assert evaluate(tmp_path / "run") == 130
-    assert [process.poll() for process in started if "hf_diffkv.evaluation.isolated" in process.args] == [-15]
+    assert [process.poll() for process in started if str(isolated.WORKER) in process.args] == [-15]
     assert list(records(tmp_path / "run")) == ["dense"]
     assert "| dense | 100.0% |" in (tmp_path / "run" / "table.md").read_text()
 
 
-def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_end_is_killed(isolated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "ENDING_SECONDS", 0.2)
     program = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
@@ -168,41 +199,3 @@ def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
     isolated._end(process)
     assert process.returncode == -9
     process.stdout.close()
-
-
-def test_too_old_a_transformers_is_told(tmp_path: Path) -> None:
-    """Importing the package and models goes on; using the cache says what to do."""
-    folder = tmp_path / "transformers"
-    (folder / "generation").mkdir(parents=True)
-    (folder / "__init__.py").write_text("__version__ = '5.2.0'\n")
-    for name in ("modeling_utils", "generation/__init__", "generation/utils"):
-        (folder / f"{name}.py").write_text("")
-    (folder / "generation" / "configuration_utils.py").write_text("ALL_CACHE_IMPLEMENTATIONS = ('dynamic',)\n")
-    program = """
-        import warnings
-        warnings.simplefilter("error")
-        import hf_diffkv, transformers
-        import transformers.generation.configuration_utils as configuration
-        if unregistered:
-            hf_diffkv.unregister()
-        try:
-            import transformers.modeling_utils, transformers.generation.utils
-        except UserWarning as warning:
-            print(warning)
-        print(configuration.ALL_CACHE_IMPLEMENTATIONS)
-        try:
-            hf_diffkv.DiffKVCache
-        except ImportError as error:
-            print(error)
-    """
-
-    def said(unregistered: bool) -> list[str]:
-        code = f"unregistered = {unregistered}\n" + textwrap.dedent(program)
-        environment = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}", "PATH": ""}
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-        assert result.returncode == 0, result.stderr
-        return result.stdout.splitlines()
-
-    remedy = "hf_diffkv needs transformers>=5.17, and this is 5.2.0; pip install 'transformers>=5.17'."
-    assert said(False) == [f'"diffkv" is not registered: {remedy}', "('dynamic',)", remedy]
-    assert said(True) == ["('dynamic',)", remedy]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,10 +13,8 @@ from invented import GOOD, TASK, Invented
 
 from hf_diffkv.cli import USAGE_ERROR, main
 from hf_diffkv.evaluation.errors import EvaluationError
-from hf_diffkv.evaluation.submission import submission_of, write_submission
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "quality"))
-from submissions import read_submission  # noqa: E402
 
 ENTRY = {
     **{"method": "dense", "task": "dictionary", "documents": 4, "digest": "0123", "bytes": 100, "dense_bytes": 100},
@@ -27,15 +26,20 @@ RUN = {"format": 1, "model": "a/b", "dtype": "bfloat16", "seed": 0, "sample": Fa
 CONTENT = {**RUN, "entries": [ENTRY, {**ENTRY, "method": "mine"}]}
 
 
-def evaluate(folder: Path, *options: str) -> int:
+@pytest.fixture(scope="module")
+def submissions(peers: ModuleType) -> ModuleType:
+    return sys.modules["submissions"]
+
+
+def evaluate(peers: ModuleType, folder: Path, *options: str) -> int:
     given = ["--model", "tiny-lm", "--tasks", TASK, "--methods", f"dense,{GOOD}", "--output", str(folder / "run")]
-    return main(["evaluate", *given, "--submit", str(folder / "mine.json"), "--quiet", *options])
+    return peers.main([*given, "--submit", str(folder / "mine.json"), "--quiet", *options])
 
 
-def test_what_a_run_submits(invented: None, tmp_path: Path) -> None:
-    assert evaluate(tmp_path, "--documents", "2", "--seed", "3") == 0
+def test_what_a_run_submits(peers: ModuleType, submissions: ModuleType, invented: None, tmp_path: Path) -> None:
+    assert evaluate(peers, tmp_path, "--documents", "2", "--seed", "3") == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
-    found = read_submission(tmp_path / "mine.json")
+    found = submissions.read_submission(tmp_path / "mine.json")
     assert (found.model, found.dtype, found.seed, found.sample) == ("tiny-lm", "bfloat16", 3, False)
     assert [(entry.method, entry.task, entry.documents) for entry in found.entries] == [
         ("dense", TASK, 2),
@@ -55,17 +59,21 @@ def test_what_a_run_submits(invented: None, tmp_path: Path) -> None:
     assert good.environment == mine[0]["environment"] and good.environment["device"]
 
 
-def test_methods_that_failed_are_left_out(invented: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_that_failed_are_left_out(
+    peers: ModuleType, submissions: ModuleType, invented: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Invented.raising[GOOD, "invented-1"] = RuntimeError("too big")
     try:
-        assert evaluate(tmp_path) == 0
-        assert [entry.method for entry in read_submission(tmp_path / "mine.json").entries] == ["dense"]
+        assert evaluate(peers, tmp_path) == 0
+        assert [entry.method for entry in submissions.read_submission(tmp_path / "mine.json").entries] == ["dense"]
     finally:
         Invented.raising.clear()
     with pytest.raises(EvaluationError, match="there is nothing to submit"):
-        write_submission(submission_of([], {"model": "a", "dtype": "b", "seed": 0}), tmp_path / "none.json")
+        submissions.write_submission(
+            submissions.submission_of([], {"model": "a", "dtype": "b", "seed": 0}), tmp_path / "none.json"
+        )
     capsys.readouterr()
-    assert evaluate(tmp_path, "--retry", "--submit", str(tmp_path / "none" / "a.json")) == USAGE_ERROR
+    assert evaluate(peers, tmp_path, "--retry", "--submit", str(tmp_path / "none" / "a.json")) == USAGE_ERROR
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -100,23 +108,29 @@ def change(content: dict[str, Any], place: str, value: Any) -> None:
         ("entries/1/environment/device", None, "entries[1].environment.device is missing"),
     ],
 )
-def test_a_wrong_field_is_named(tmp_path: Path, place: str, value: Any, said: str) -> None:
+def test_a_wrong_field_is_named(submissions: ModuleType, tmp_path: Path, place: str, value: Any, said: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(CONTENT))
-    assert [entry.method for entry in read_submission(path).entries] == ["dense", "mine"]
+    assert [entry.method for entry in submissions.read_submission(path).entries] == ["dense", "mine"]
     content = json.loads(json.dumps(CONTENT))
     change(content, place, value)
     path.write_text(json.dumps(content))
     with pytest.raises(EvaluationError) as raised:
-        read_submission(path)
+        submissions.read_submission(path)
     assert f"{path} is no record of an evaluation: {said}" in str(raised.value)
 
 
-def test_files_that_hold_something_else(tmp_path: Path) -> None:
+def test_files_that_hold_something_else(submissions: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     for content, said in (("{", "it is no JSON"), ("[1]", "it must be an object")):
         path.write_text(content)
         with pytest.raises(EvaluationError, match=said):
-            read_submission(path)
+            submissions.read_submission(path)
     with pytest.raises(EvaluationError, match="cannot read"):
-        read_submission(tmp_path / "missing.json")
+        submissions.read_submission(tmp_path / "missing.json")
+
+
+def test_the_command_of_the_library_names_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["evaluate", "--model", "tiny-lm", "--output", str(tmp_path / "run"), "--submit", "mine.json"]
+    assert main(given) == USAGE_ERROR
+    assert "--submit has gone; benchmarks/quality/peers.py has it." in capsys.readouterr().err

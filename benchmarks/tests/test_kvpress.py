@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_diffkv.evaluation import isolated
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import get_method
-from hf_diffkv.evaluation.methods.kvpress import PRESSES
 from hf_diffkv.evaluation.records import Record, RunFolder
 from hf_diffkv.evaluation.session import Session
 from hf_diffkv.evaluation.tasks import Document, get_task
@@ -22,10 +21,15 @@ LAYERS, HEADS, DIM, ITEMSIZE = 6, 2, 64, 4
 TOKENS, CONTINUED = 900, 60
 RATIO = 0.57
 KEPT = int(TOKENS * (1 - RATIO))
+PRESSES = (
+    *("expected-attention", "keydiff", "knorm", "lagkv", "observed-attention"),
+    *("pyramidkv", "random", "snapkv", "streaming-llm", "tova"),
+)
 LABELS = [*(f"kvpress:{press}+{RATIO}" for press in PRESSES), f"kvpress:snapkv+{RATIO}+window_size=16"]
 NONE = [f"kvpress:{press}+0" for press in ("snapkv", "keydiff", "random", "pyramidkv", "adakv-snapkv")]
 ADAKV = [f"kvpress:adakv-{press}+{RATIO}" for press in ("snapkv", "expected-attention")]
 EAGER = "kvpress:observed-attention+0"
+pytestmark = pytest.mark.usefixtures("peers")
 # another name for the same
 AGAIN = f"kvpress:random+{RATIO}0"
 
@@ -53,7 +57,7 @@ def test_a_press_that_is_none(text: str, said: str) -> None:
 def test_presses_by_name() -> None:
     for press in [*PRESSES, "adakv-snapkv"]:
         method = get_method(f"kvpress:{press}+0.25")
-        assert (method.press, method.ratio, method.environment) == (press, 0.25, "kvpress")
+        assert (method.press, method.ratio, method.environment.name) == (press, 0.25, "kvpress")
     assert get_method("kvpress:snapkv+0.25+window_size=16").numbers == {"window_size": 16}
 
 
@@ -79,13 +83,14 @@ def code(tokenizer: Any) -> Document:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> RunFolder:
-    if isolated.find_python("kvpress") is None:
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, peers: ModuleType) -> RunFolder:
+    environment = get_method(NONE[0]).environment
+    if environment.find_python() is None:
         pytest.skip("the environment of kvpress has not been made: make kvpress")
     found = RunFolder(tmp_path_factory.mktemp("run"), {"model": str(TINY_LM), "dtype": "float32", "seed": 0})
     tasks = [(get_task("key-value"), [recall(tokenizer)]), (get_task("text"), [code(tokenizer)])]
     methods = [get_method(label) for label in [*LABELS, *NONE, *ADAKV, EAGER, AGAIN]]
-    assert isolated.run_isolated(methods, tasks, found, model=str(TINY_LM), device="cpu", quiet=True) == []
+    assert environment.run(methods, tasks, found, model=str(TINY_LM), device="cpu", quiet=True) == []
     return found
 
 
@@ -171,6 +176,6 @@ def test_it_goes_on_where_it_was(folder: RunFolder, tokenizer: Any) -> None:
     path.write_bytes(b"".join(lines[:-1]))
     tasks = [(get_task("text"), [code(tokenizer)])]
     methods = [get_method(AGAIN)]
-    assert isolated.run_isolated(methods, tasks, folder, model=str(TINY_LM), device="cpu", quiet=True) == []
+    assert methods[0].environment.run(methods, tasks, folder, model=str(TINY_LM), device="cpu", quiet=True) == []
     again = path.read_bytes().splitlines(keepends=True)
     assert again[:-1] == lines[:-1] and len(again) == len(lines)
