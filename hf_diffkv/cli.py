@@ -71,32 +71,38 @@ def hf_diffkv() -> None:
     """All commands."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command in `arguments`, by default the process's, and returns its exit code."""
+def main(arguments: Sequence[str] | None = None, command: click.Command = hf_diffkv, program: str = PROGRAM) -> int:
+    """Runs a command and returns its exit code.
+
+    Args:
+        arguments: arguments of the command; None takes those of the process.
+        command: the command, by default `hf-diffkv`.
+        program: name of the command in messages.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with log_on_terminal("--quiet" in given):
             settings = {"terminal_width": width(), "help_option_names": ["-h", "--help"], "show_default": True}
-            code = hf_diffkv.main(given, prog_name=PROGRAM, standalone_mode=False, **settings)
+            code = command.main(given, prog_name=program, standalone_mode=False, **settings)
         sys.stdout.flush()
         return code or 0
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.ctx.get_help(), file=sys.stderr)
         return USAGE_ERROR
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else PROGRAM
-        print(f"{PROGRAM}: {one_line(error.format_message())} ({command} --help)", file=sys.stderr)
+        path = error.ctx.command_path if error.ctx else program
+        print(f"{program}: {one_line(error.format_message())} ({path} --help)", file=sys.stderr)
         return error.exit_code
     except click.ClickException as error:
-        print(f"{PROGRAM}: {one_line(error.format_message())}", file=sys.stderr)
+        print(f"{program}: {one_line(error.format_message())}", file=sys.stderr)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        print(f"\n{PROGRAM}: interrupted.", file=sys.stderr)
+        print(f"\n{program}: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # the reader has closed the pipe; the rest of the buffer must not raise again when Python exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except EvaluationError as error:
-        print(f"{PROGRAM}: {one_line(error)}", file=sys.stderr)
+        print(f"{program}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR

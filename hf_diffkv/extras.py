@@ -8,7 +8,13 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 # extras that install another distribution, with its path in a checkout
-BESIDE = {"serve": "packages/serving", "ray": "packages/serving[ray]", "demo": "packages/demo"}
+BESIDE = {
+    "serve": "packages/serving",
+    "ray": "packages/serving[ray]",
+    "demo": "packages/demo",
+    "evaluation": "packages/evaluation",
+    "eval": "packages/evaluation[harness]",
+}
 
 
 def install(extra: str) -> str:

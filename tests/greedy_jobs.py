@@ -1,11 +1,11 @@
-"""Runs of `hf_diffkv.evaluation.side_by_side` that say the same every time."""
+"""Runs of `hf_diffkv.running.side_by_side` that say the same every time."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from hf_diffkv.evaluation.side_by_side import Job
+from hf_diffkv.running.side_by_side import Job
 
 
 def greedy_job(

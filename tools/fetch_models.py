@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_diffkv.evaluation.models import HUB_IDS, MODELS_FOLDER
+from hf_diffkv.running.models import HUB_IDS, MODELS_FOLDER
 
 # holds the checksum of the file that the folder was made from
 MARKER = ".ready"

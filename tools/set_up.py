@@ -25,8 +25,8 @@ STAGES = {
     "demo": (("hf-diffkv[plot]", "gguf"), "what the library and the demo need"),
     "page": (("-e", "packages/demo"), "the page in the browser and what it needs"),
     "all": (
-        ("hf-diffkv[dev]", "-e", "packages/demo", "-e", "packages/serving"),
-        "the server, the page, and what tests, checks and documents need",
+        ("hf-diffkv[dev]", *("-e", "packages/demo", "-e", "packages/evaluation[harness]", "-e", "packages/serving")),
+        "the server, the page, the evaluation, and what tests, checks and documents need",
     ),
     "ray": (("-e", "packages/serving[ray]"), "what the tests on many machines need"),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,21 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from hf_diffkv import plot
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.environment import describe_environment
-from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.plot.figure import SMALL, Picture, new_figure, styled
+from hf_diffkv.plot.palette import GROUPS
+from hf_diffkv.running.models import resolve_model
 
 TASKS = ("text", "dictionary", "key-value", "passage")
 # of a head's significance, that its critical tokens hold together
 COVERED = 0.95
 # newest tokens, which few queries have judged
 UNJUDGED = 64
+# of a picture, in inches
+WIDTH, HEIGHT = 7.5, 3.8
 
 
 def main() -> None:
@@ -90,13 +94,37 @@ def critical_share(received: np.ndarray) -> float:
     return float((np.searchsorted(ordered, COVERED * ordered[-1]) + 1) / len(received))
 
 
+def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, logarithmic: bool = False) -> Picture:
+    """Plots one value per head over its layer.
+
+    Args:
+        groups: (layer, value) of each head, by the name of the measured quantity.
+        ylabel: label of the vertical axis.
+        logarithmic: whether the vertical axis is logarithmic.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no groups, or more than there are colours.
+    """
+    if not 0 < len(groups) <= len(GROUPS):
+        raise ValueError(f"groups has {len(groups)} entries; give 1 to {len(GROUPS)}.")
+    figure = new_figure(WIDTH, HEIGHT)
+    axis = styled(figure.add_subplot(), "", "layer", ylabel)
+    for (name, points), style in zip(groups.items(), GROUPS):
+        layers, values = zip(*points)
+        axis.scatter(layers, values, s=14, alpha=0.7, linewidth=0, color=style.colour, marker=style.mark, label=name)
+    axis.set(yscale="log") if logarithmic else axis.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncol=len(groups), frameon=False, fontsize=SMALL)
+    return Picture(figure)
+
+
 def plot_spread(lines: list[dict[str, Any]], path: Path) -> None:
     """Ratio of the 95th to the 5th percentile within each head, by layer: significance against value norms."""
     groups = {
         title: [(line["layer"], line[name][4] / max(line[name][0], 1e-12)) for line in lines]
         for name, title in (("significance", "significance"), ("value_norm", "value norm"))
     }
-    plot.by_layer(groups, "95th / 5th percentile of a head's tokens", logarithmic=True).save(path)
+    by_layer(groups, "95th / 5th percentile of a head's tokens", logarithmic=True).save(path)
 
 
 def plot_critical(lines: list[dict[str, Any]], path: Path) -> None:
@@ -105,7 +133,7 @@ def plot_critical(lines: list[dict[str, Any]], path: Path) -> None:
         task: [(line["layer"], 100 * line["critical"]) for line in lines if line["task"] == task]
         for task in dict.fromkeys(line["task"] for line in lines)
     }
-    plot.by_layer(groups, f"tokens that hold {COVERED:.0%} of a head's significance, %").save(path)
+    by_layer(groups, f"tokens that hold {COVERED:.0%} of a head's significance, %").save(path)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 import gallery
+from hf_diffkv_evaluation.report import Cell, ResultRow, best_first, rows_of
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
-from hf_diffkv.evaluation.report import Cell, ResultRow, best_first, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"

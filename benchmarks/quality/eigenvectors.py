@@ -34,11 +34,11 @@ from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.methods import get_method
-from hf_diffkv.evaluation.models import load_config, load_model
 from hf_diffkv.evaluation.session import Session
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.heads.query_moments import QueryMoments, moment_of
+from hf_diffkv.running.models import load_config, load_model
 
 METHODS = "diffkv,diffkv:small,diffkv:small+K4V3"
 SINKS = 4

@@ -3,7 +3,7 @@
     python benchmarks/quality/gallery.py
 
 Studies stand in `benchmarks/results/quality/MODEL/STUDY`, what others measured in `submitted/*.json` beside the models
-(`hf-diffkv evaluate --submit`). The page needs no server and fetches nothing. `document.py` writes it too.
+(`peers.py --submit`). The page needs no server and fetches nothing. `document.py` writes it too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from submissions import read_submission
+from submissions import Submission, SubmissionEntry, read_submission, submission_of
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, RUN_NAME, read_records
 from hf_diffkv.evaluation.statistics import Estimate
-from hf_diffkv.evaluation.submission import Submission, SubmissionEntry, submission_of
 from hf_diffkv.plot.palette import style_of
 
 ROOT = Path(__file__).resolve().parents[2]

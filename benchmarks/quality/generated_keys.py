@@ -23,10 +23,10 @@ from tqdm.auto import tqdm
 from hf_diffkv.cache import diffkv_cache
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.methods import get_method
-from hf_diffkv.evaluation.models import load_config, load_model
 from hf_diffkv.evaluation.session import Session
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source, Sums
+from hf_diffkv.running.models import load_config, load_model
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "quality"
 ROUNDINGS = ("nearest code", "for queries")

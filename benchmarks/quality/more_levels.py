@@ -28,12 +28,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.comparison import compare_logits
 from hf_diffkv.evaluation.environment import describe_environment
-from hf_diffkv.evaluation.models import load_config, load_model
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Document, Source
 from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 from hf_diffkv.precision import Precision
+from hf_diffkv.running.models import load_config, load_model
 
 SINKS, WINDOW = 4, 32
 TASKS = ("dictionary", "text")

@@ -22,11 +22,11 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, QuantoConfig
 
-from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.heads.mark import RELATIVE, SAME, Mark
 from hf_diffkv.heads.recognition import mark_of
 from hf_diffkv.heads.weights import norms_of
 from hf_diffkv.planning import without_weights
+from hf_diffkv.running.models import resolve_model
 
 TRAINED_ON = ("argparse", "ast", "collections", "dataclasses", "difflib", "heapq", "shutil", "subprocess", "textwrap")
 LENGTH, WARMUP = 64, 20

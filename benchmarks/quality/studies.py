@@ -1,4 +1,4 @@
-"""The papers' findings as runs of `hf-diffkv evaluate`: which methods on which tasks, and where the results go.
+"""The papers' findings as runs of `peers.py`: which methods on which tasks, and where the results go.
 
     python benchmarks/quality/studies.py peers precisions --model smollm2
 
@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_diffkv.cli import main as hf_diffkv
+import peers
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "quality"
 
@@ -209,11 +209,11 @@ def main() -> int:
     options = parser.parse_args()
     for name in options.studies:
         study = STUDIES[name]
-        arguments = ["evaluate", "--model", options.model, "--methods", ",".join(study.methods), "--tasks", study.tasks]
+        arguments = ["--model", options.model, "--methods", ",".join(study.methods), "--tasks", study.tasks]
         for option in ("documents", "length", "max_new_tokens"):
             value = getattr(study, option)
             arguments += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
-        code = hf_diffkv([*arguments, "--output", str(options.output / options.model / name)])
+        code = peers.main([*arguments, "--output", str(options.output / options.model / name)])
         if code:
             return code
     return 0

@@ -5,25 +5,53 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from evaluated import gemma, invented, llama, names, tokenizer  # noqa: F401
+
+from hf_diffkv.evaluation.methods import METHODS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    for folder in (FOLDER / "quality", FOLDER):
-        monkeypatch.syspath_prepend(str(folder))
-    threads = torch.get_num_threads()
+@contextmanager
+def loading() -> Iterator[Callable[[str], ModuleType]]:
+    """Yields a function that imports a script, and forgets afterwards what was imported."""
+    threads, path = torch.get_num_threads(), list(sys.path)
+    sys.path[:0] = [str(FOLDER), str(FOLDER / "quality")]
     yield importlib.import_module
+    sys.path[:] = path
     # scripts choose their own
     torch.set_num_threads(threads)
-    for path in FOLDER.rglob("*.py"):
-        sys.modules.pop(path.stem, None)
+    for file in FOLDER.rglob("*.py"):
+        for name in (file.stem, file.parent.name, f"{file.parent.name}.{file.stem}"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def script() -> Iterator[Callable[[str], ModuleType]]:
+    with loading() as load:
+        yield load
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[ModuleType]:
+    """The script `peers.py`, whose methods are registered meanwhile."""
+    METHODS.names()
+    before = dict(METHODS._entries)
+    with loading() as load:
+        yield load("peers")
+    METHODS._entries = before
+
+
+@pytest.fixture(scope="module")
+def isolated(peers: ModuleType) -> ModuleType:
+    """The module whose environments the methods of `peers` have."""
+    return sys.modules["isolated"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError
 from ..evaluation.methods import get_method
-from ..evaluation.methods.transformers_caches import DENSE
+from ..evaluation.methods.dense import DENSE
 from ..evaluation.records import Record, RunFolder
 from ..evaluation.runner import run
 from ..evaluation.statistics import estimate

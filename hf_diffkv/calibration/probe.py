@@ -15,8 +15,8 @@ from ..cache.resolve import config_of
 from ..config import DiffKVConfig, Precision
 from ..evaluation.comparison import compare_logits
 from ..evaluation.methods import Method
+from ..evaluation.methods.dense import DenseMethod
 from ..evaluation.methods.diffkv import DiffKVMethod
-from ..evaluation.methods.transformers_caches import DenseMethod
 from ..evaluation.session import Session
 from ..evaluation.tasks.text import texts
 

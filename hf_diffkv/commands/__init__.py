@@ -28,7 +28,13 @@ COMMANDS = {
     "env": "Versions and hardware, for a bug report.",
 }
 # commands of other distributions: module, and the extra that installs it
-COMMANDS_BESIDE = {"serve": ("hf_diffkv_serving.command", "serve"), "demo": ("hf_diffkv_demo.command", "demo")}
+COMMANDS_BESIDE = {
+    "serve": ("hf_diffkv_serving.command", "serve"),
+    "demo": ("hf_diffkv_demo.command", "demo"),
+    "bench": ("hf_diffkv_evaluation.commands.bench", "evaluation"),
+    "evaluate": ("hf_diffkv_evaluation.commands.evaluate", "evaluation"),
+    "lm-eval": ("hf_diffkv_evaluation.commands.lm_eval", "eval"),
+}
 
 
 def load(name: str) -> click.Command:

@@ -27,9 +27,9 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     from ..calibration.texts import read_pieces
     from ..config.presets import head_size
     from ..evaluation.environment import describe_environment
-    from ..evaluation.models import load_config, load_model
     from ..heads.allocation import check_ratio
     from ..heads.lookup import keep
+    from ..running.models import load_config, load_model
 
     ratio = RATIOS[DEFAULT_PRESET] if options.ratio is None else options.ratio
     model_config, tokenizer = load_config(options.model)

@@ -26,8 +26,8 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     """
     from ..calibration.measuring import Bench
     from ..evaluation.methods import get_method
-    from ..evaluation.models import load_config, load_model
     from ..evaluation.records import RunFolder
+    from ..running.models import load_config, load_model
 
     limit = _limit(options)
     method = get_method(options.method)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evaluation.saved_talk import write_talk
+from ..running.saved_talk import write_talk
 from .console import Command, Failure, entry, one_line, paragraph, progress, to_terminal
 from .generate import sampling_of, sampling_options, saved_talk
 from .inspect import level_table, taken
@@ -30,7 +30,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..evaluation.talk import Talk
+    from ..running.talk import Talk
 
 HELP = {
     "/memory": "what the cache takes",
@@ -81,8 +81,8 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
     import torch
 
     from ..cache.diffkv_cache import DiffKVCache
-    from ..evaluation.models import load_model
-    from ..evaluation.talk import Talk, chat_turns
+    from ..running.models import load_model
+    from ..running.talk import Talk, chat_turns
 
     if not options.plain:
         try:
@@ -164,7 +164,7 @@ class _ChatSession:
         import torch
         from transformers import StoppingCriteriaList, TextStreamer
 
-        from ..evaluation.side_by_side import EXPECTED_ERRORS
+        from ..running.side_by_side import EXPECTED_ERRORS
 
         try:
             held, new = self.talk.ids.shape[1] + len(self.talk.encode(message)), self.options.max_new_tokens

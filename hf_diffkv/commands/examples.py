@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..evaluation.models import CHECKOUT
+from ..running.models import CHECKOUT
 
 # folders of the prompts in a wheel and in a checkout
 FOLDERS = (Path(__file__).parent / "prompts", CHECKOUT / "examples" / "prompts")

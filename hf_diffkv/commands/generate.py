@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.errors import EvaluationError
-from ..evaluation.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
-from ..evaluation.saved_talk import read_talk
+from ..running.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
+from ..running.saved_talk import read_talk
 from .console import Command, Failure, colours, megabytes, paragraph, progress, table, to_terminal
 from .env import versions
 from .models import load_tokenizer, position_limit, supported_config, usable_device
@@ -35,7 +35,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..evaluation.side_by_side import FinishedRun, Job
+    from ..running.side_by_side import FinishedRun, Job
 
 SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -136,7 +136,7 @@ def _job(options: SimpleNamespace) -> Job:
     _check_length(options, turns, position_limit(model_config), len(start.get("ids", ())))
     device = usable_device(options.device)
 
-    from ..evaluation.side_by_side import DIFFKV, Job
+    from ..running.side_by_side import DIFFKV, Job
 
     terminal = to_terminal() and not options.quiet
     return Job(
@@ -175,7 +175,7 @@ def _example(options: SimpleNamespace, text: str | None) -> str:
 
 def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
     """Runs the DiffKV job, and the dense one unless --no-compare is given."""
-    from ..evaluation import side_by_side as compare
+    from ..running import side_by_side as compare
 
     try:
         progress(f"{'' if options.no_compare else '[1/2] '}{job.cache}: loading {options.model}", options.quiet)
@@ -202,7 +202,7 @@ def saved_talk(folder: Path) -> dict[str, Any]:
 
 def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None, before: int) -> None:
     """Raises `click.UsageError` if `before` tokens, the turns and the generated tokens exceed `limit`."""
-    from ..evaluation.talk import chat_turns
+    from ..running.talk import chat_turns
 
     tokenizer = load_tokenizer(options.model)
     try:

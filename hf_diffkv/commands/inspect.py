@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evaluation.models import SMALLEST_MODEL, load_model, resolve_model
 from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
+from ..running.models import SMALLEST_MODEL, load_model, resolve_model
 from .console import Command, colours, megabytes, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config
 from .options import (

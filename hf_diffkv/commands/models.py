@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..evaluation.models import missing, resolve_model
+from ..running.models import missing, resolve_model
 from .console import one_line
 
 

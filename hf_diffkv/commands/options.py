@@ -15,9 +15,9 @@ from ..arguments import as_ratio
 from ..config import DiffKVConfig, Precision
 from ..config.checks import bytes_in
 from ..config.presets import head_size, preset_named, published
-from ..evaluation.models import resolve_model
 from ..heads.lookup import beside, user_folder, weights_known
 from ..heads.weights import model_digest
+from ..running.models import resolve_model
 from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")

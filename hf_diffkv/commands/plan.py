@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evaluation.models import resolve_model
+from ..running.models import resolve_model
 from .console import Command, Failure, megabytes, one_line, paragraph, progress, table
 from .models import supported_config
 from .options import (

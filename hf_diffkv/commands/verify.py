@@ -94,9 +94,9 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     from ..calibration.texts import read_pieces
     from ..evaluation.methods import get_method
     from ..evaluation.methods.diffkv import DiffKVMethod
-    from ..evaluation.models import load_model
     from ..evaluation.tasks.text import stretches
     from ..evaluation.verification import ROUNDING, follow, measure
+    from ..running.models import load_model
 
     found = stretches(read_pieces(options.text), tokenizer, options.documents, options.length, options.continued)
     model = load_model(options.model, options.dtype, device, options.quiet)

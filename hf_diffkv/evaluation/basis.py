@@ -12,12 +12,9 @@ from typing import Any
 from ..heads.weights import model_digest
 from ..version import __version__
 from .environment import installed
-from .errors import EvaluationError, one_line
-from .methods import Method, get_method
+from .errors import one_line
+from .methods import Method
 from .records import Record
-
-# entries of a basis that do not depend on the environment and its Transformers
-SHARED = ("code", "dtype")
 
 
 def bases_of(model: Any, methods: Iterable[Method]) -> dict[str, dict[str, Any]]:
@@ -38,37 +35,6 @@ def bases_of(model: Any, methods: Iterable[Method]) -> dict[str, dict[str, Any]]
 def same_basis(record: Record, basis: Mapping[str, Any]) -> bool:
     """Returns whether a run with this basis would measure the figures of the record."""
     return record.basis == basis and basis["weights"] is not None
-
-
-def fresh(records: Iterable[Record], bases: Mapping[str, Mapping[str, Any]]) -> list[Record]:
-    """Returns the records that a run with these bases would not measure again.
-
-    Records from another environment are compared only by the entries in `SHARED`.
-    """
-    environments = {method.label: method.environment for method in methods_of(bases)}
-    found = []
-    for record in records:
-        basis = bases.get(record.method)
-        if basis is None:
-            continue
-        if environments.get(record.method) is None:
-            same = same_basis(record, basis)
-        else:
-            same = all(record.basis.get(name) == basis[name] for name in SHARED)
-        if same:
-            found.append(record)
-    return found
-
-
-def methods_of(labels: Iterable[str]) -> list[Method]:
-    """Returns the methods with these labels, without methods that no longer exist or can no longer be used."""
-    found = []
-    for label in dict.fromkeys(labels):
-        try:
-            found.append(get_method(label))
-        except EvaluationError:
-            continue
-    return found
 
 
 def _of_method(method: Method, model: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from .basis import bases_of, same_basis
 from .environment import describe_environment
 from .errors import EvaluationError, one_line
 from .methods import HeldBytes, Method, get_method
-from .methods.transformers_caches import DENSE
+from .methods.dense import DENSE
 from .records import Record, RunFolder
 from .session import Batch, Session
 from .tasks import Document, Task

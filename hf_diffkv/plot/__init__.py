@@ -4,17 +4,18 @@ The plots need matplotlib (extra `plot`), which is imported when something is dr
 it. Notebooks display the objects that these functions return, and `save(path)` writes them to a file.
 """
 
+from typing import Any
+
+from ..extras import beside
 from .coloured_text import ColouredText, text
 from .figure import Picture
 from .lines import curves, loss, memory, speed
 from .overview import levels, precisions
-from .scatter import Point, by_layer, quality
 
 __all__ = [
     "ColouredText",
     "Picture",
     "Point",
-    "by_layer",
     "curves",
     "levels",
     "loss",
@@ -24,3 +25,17 @@ __all__ = [
     "speed",
     "text",
 ]
+
+# names of other distributions: module, and the extra that installs it
+_BESIDE = {name: ("hf_diffkv_evaluation.scatter", "evaluation") for name in ("Point", "quality")}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name of `_BESIDE`. Raises `ImportError` with the command that installs it."""
+    if name not in _BESIDE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(beside(*_BESIDE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_BESIDE})

@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
 from hf_diffkv.compat import passed, passing
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 from hf_diffkv.store.read import IntegrityError
 
 pytestmark = pytest.mark.usefixtures("recorded")

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.compat import passing
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 pytestmark = pytest.mark.oldest
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")

@@ -19,12 +19,12 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands.generate import comparison, same_tokens, word_difference
 from hf_diffkv.compat import passing
-from hf_diffkv.evaluation import side_by_side as compare
 from hf_diffkv.evaluation.comparison import Agreement
-from hf_diffkv.evaluation.models import TINY_LM
-from hf_diffkv.evaluation.peak import PeakMemory
-from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, FinishedRun, Job
 from hf_diffkv.plot.palette import LEVELS
+from hf_diffkv.running import side_by_side as compare
+from hf_diffkv.running.models import TINY_LM
+from hf_diffkv.running.peak import PeakMemory
+from hf_diffkv.running.side_by_side import DIFFKV, DYNAMIC, FinishedRun, Job
 
 PROMPT_FILE = TINY_LM.parents[1] / "prompts" / "recall.txt"
 CONFIG = DiffKVConfig(alpha_high=2.0, alpha_low=0.5, window=32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.compat import passing
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.heads.allocation import HEAD_LADDER
 from hf_diffkv.heads.lookup import keep
 from hf_diffkv.planning import ModelShape
+from hf_diffkv.running.models import TINY_LM
 
 TEXT = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()
 FACTS = "@oak=5305 @elm=1177 key_dim: int, value_dim: int @ash=8642 @oak=5305 @elm=1177 ?oak="
@@ -234,22 +233,3 @@ def test_verify_finds_a_cache_that_is_wrong(
     monkeypatch.setattr(DiffKVConfig, "lossless", lambda **fields: wrong)
     assert main(["verify", "--model", "tiny-lm", "--length", "300", "--continued", "20", "--quiet"]) == 1
     assert "DiffKV does not work with this model" in capsys.readouterr().err
-
-
-# bench
-
-
-def test_bench_times_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["bench", "--model", "tiny-lm", "--context", "200", "--steps", "2", "--caches", "static,diffkv:lossless"]
-    found = found_by(capsys, *run)
-    assert found["context"] == 200 and found["environment"]["torch"] == version("torch")
-    token = 6 * 2 * 2 * 64 * 2
-    held = {cache["name"]: cache["bytes"] for cache in found["caches"]}
-    assert list(held) == ["dense", "static", "diffkv:lossless"]
-    assert held["dense"] == 200 * token
-    # room for the steps, two of them to warm up, and a counter per layer at most
-    assert 204 * token <= held["static"] <= 204 * token + 6 * 16
-    assert held["diffkv:lossless"] > 200 * token
-    for cache in found["caches"]:
-        assert cache["prompt_seconds"] > 0
-        assert cache["ms_quartiles"][0] <= cache["ms_per_token"] <= cache["ms_quartiles"][1]

@@ -18,8 +18,8 @@ from transformers import (
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, planning
 from hf_diffkv.compat import passing
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.planning import ModelShape, longest, stored_weight_bytes
+from hf_diffkv.running.models import TINY_LM
 
 SMALL = {
     "vocab_size": 64,

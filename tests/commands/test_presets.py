@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands.examples import prompt_for
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.heads import lookup
+from hf_diffkv.running.models import TINY_LM
 
 TEXT = "@sky=0400\n" * 20
 

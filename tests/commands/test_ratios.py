@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands import load
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.heads import lookup
+from hf_diffkv.running.models import TINY_LM
 
 TEXT = "@sky=0400\n" * 20
 RUNNING = ("generate", "chat", "plan", "inspect", "verify", "bench", "serve", "demo")
@@ -81,7 +81,7 @@ def test_a_ratio_that_cannot_be_had_is_said_before_the_weights_are_loaded(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heads of tiny-lm are not measured here."""
-    monkeypatch.setattr("hf_diffkv.evaluation.models.load_model", lambda *args: pytest.fail("loads the weights"))
+    monkeypatch.setattr("hf_diffkv.running.models.load_model", lambda *args: pytest.fail("loads the weights"))
     assert main([*arguments, "--ratio", str(RATIO)]) == 2
     assert "--ratio 0.2 is below what K4V2 takes" in capsys.readouterr().err
 

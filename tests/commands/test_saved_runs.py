@@ -10,7 +10,7 @@ import pytest
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from hf_diffkv.cli import main
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 FACTS = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text().rsplit("?", 1)[0] + "?ice="
 NEXT = "?ash="

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 ROOT = Path(__file__).parents[2]
 CTRL_C = "\x03"

@@ -6,10 +6,12 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hf_diffkv_evaluation.fresh import fresh
 from invented import GOOD, MODEL, TASK, Invented
 from measured_heads import measured
 from transformers import AutoModelForCausalLM
@@ -17,15 +19,15 @@ from transformers import AutoModelForCausalLM
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.evaluation import basis
-from hf_diffkv.evaluation.basis import bases_of, fresh
-from hf_diffkv.evaluation.methods import get_method
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.evaluation.basis import bases_of
+from hf_diffkv.evaluation.methods import METHODS, Method, get_method
 from hf_diffkv.evaluation.records import Record, RunFolder
 from hf_diffkv.evaluation.runner import documents_of, run
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.heads import lookup
 from hf_diffkv.heads.weights import model_digest
+from hf_diffkv.running.models import TINY_LM
 
 
 @pytest.fixture(autouse=True)
@@ -108,10 +110,17 @@ def test_weights_that_cannot_be_told_are_measured_again(tmp_path: Path) -> None:
     assert go(tmp_path, meta, "dense") == go(tmp_path, meta, "dense") != []
 
 
-def test_peers_name_their_packages(model: Any) -> None:
-    assert {*get_method("kvpress:snapkv+0.5").packages} == {"kvpress", "transformers"}
+class Elsewhere(Method):
+    environment = SimpleNamespace(name="elsewhere")
+
+    def new_cache(self, model: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_records_of_another_environment_depend_on_code_and_dtype(model: Any, names: None) -> None:
+    METHODS.add("elsewhere")(lambda options: Elsewhere())
     assert "transformers" in of(model, "dense")["packages"] and of(model, "dense")["device"] == "cpu"
-    record = Record("kvpress:snapkv+0.5", "text", "a", "b", basis={"code": "1", "dtype": "float32", "weights": "x"})
+    record = Record("elsewhere", "text", "a", "b", basis={"code": "1", "dtype": "float32", "weights": "x"})
     bases = {record.method: {"code": "1", "dtype": "float32", "weights": "y", "packages": {}}}
     assert fresh([record], bases) == [record]
     assert fresh([dataclasses.replace(record, basis={})], bases) == []

@@ -31,7 +31,7 @@ FIELDS = {
 
 
 def test_every_module_is_found() -> None:
-    assert {"dense", "diffkv", "quanto", "hqq", "fp8", "kvpress"} <= set(METHODS.names())
+    assert {"dense", "diffkv", "quanto", "hqq", "fp8"} <= set(METHODS.names())
     assert {"dictionary", "key-value", "passage", "text", "trajectory", "turns", "updates"} <= set(TASKS.names())
 
 
@@ -102,7 +102,7 @@ def test_a_task_that_the_harness_has(name: str, harness: str) -> None:
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_diffkv.evaluation.methods.transformers_caches._is_installed", lambda module: False)
+    monkeypatch.setattr("hf_diffkv_evaluation.methods.transformers_caches._is_installed", lambda module: False)
     with pytest.raises(EvaluationError, match="pip install optimum-quanto"):
         get_method("quanto:4")
     # which ships with Transformers

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hf_diffkv_evaluation.report import markdown
 from invented import BAD, DENSE_BYTES, GOOD, MODEL, TASK, Invented
 
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import get_method
 from hf_diffkv.evaluation.records import RunFolder
-from hf_diffkv.evaluation.report import markdown
 from hf_diffkv.evaluation.runner import check_fits, documents_of, run
 from hf_diffkv.evaluation.tasks import Document, get_task
 from hf_diffkv.evaluation.tasks.base import Source

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import re
 from typing import Any
 
 import pytest
 
 from hf_diffkv.evaluation.errors import EvaluationError
-from hf_diffkv.evaluation.isolated import _document
 from hf_diffkv.evaluation.runner import documents_of
 from hf_diffkv.evaluation.tasks import Document, get_task, suites
 from hf_diffkv.evaluation.tasks.base import Source
@@ -135,13 +133,6 @@ def test_most_tokens_that_a_cache_sees() -> None:
     document = Document("d", (1, 2, 3), questions=(((4, 5), (6,)), ((7,), (8, 9, 10))))
     assert document.tokens == 3 + 4
     assert dataclasses.replace(document, continuation=(1,) * 9, extra={"more_tokens": 5}).tokens == 3 + 9 + 5
-
-
-@pytest.mark.parametrize("name", OFFLINE)
-def test_sent_as_json_it_is_the_same(name: str, tokenizer: Any) -> None:
-    document = documents(name, tokenizer, 1)[0]
-    received = _document(json.loads(json.dumps(dataclasses.asdict(document))))
-    assert received == document and received.digest == document.digest
 
 
 @pytest.mark.parametrize("name", ["key-value-asked", "city-asked", "dictionary-asked", "passage-asked"])

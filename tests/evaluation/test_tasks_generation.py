@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_diffkv.compat import passed, passing
 from hf_diffkv.evaluation.methods import Method, get_method
-from hf_diffkv.evaluation.methods.transformers_caches import DenseMethod
+from hf_diffkv.evaluation.methods.dense import DenseMethod
 from hf_diffkv.evaluation.session import Batch, Session, decode_by_forwards
 
 CONTEXT = "A text that comes first, long enough to be compressed. " * 3

@@ -15,10 +15,10 @@ PACKAGE = Path(extras.__file__).parent
 
 
 def test_a_checkout_is_installed_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert extras.install("eval") == "pip install -e '.[eval]'"
+    assert extras.install("plot") == "pip install -e '.[plot]'"
     assert extras.install("serve") == "pip install -e 'packages/serving'"
     monkeypatch.setattr(extras, "ROOT", tmp_path)
-    assert extras.install("eval") == "pip install 'hf-diffkv[eval]'"
+    assert extras.install("plot") == "pip install 'hf-diffkv[plot]'"
     assert extras.install("serve") == "pip install 'hf-diffkv[serve]'"
 
 
@@ -27,7 +27,7 @@ import sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name in ("hf_diffkv_serving", "hf_diffkv_demo"):
+        if name in ("hf_diffkv_serving", "hf_diffkv_demo", "hf_diffkv_evaluation"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Finder())
@@ -45,13 +45,17 @@ USES = {
     "import hf_diffkv.lmcache": "packages/serving",
     "from hf_diffkv.cli import main; raise SystemExit(main(['serve', 'tiny-lm']))": "packages/serving",
     "from hf_diffkv.cli import main; raise SystemExit(main(['demo']))": "packages/demo",
+    "from hf_diffkv.cli import main; raise SystemExit(main(['evaluate', '--list']))": "packages/evaluation",
+    "from hf_diffkv.cli import main; raise SystemExit(main(['bench', '--model', 'tiny-lm']))": "packages/evaluation",
+    "from hf_diffkv.cli import main; raise SystemExit(main(['lm-eval', 'run']))": "packages/evaluation[harness]",
+    "import hf_diffkv; hf_diffkv.plot.quality": "packages/evaluation",
     BATCH: "packages/serving",
 }
 
 
 @pytest.mark.parametrize("code, folder", USES.items(), ids=range(len(USES)))
 def test_what_needs_another_distribution_says_which(code: str, folder: str) -> None:
-    """Runs in a process that can import neither distribution."""
+    """Runs in a process that can import no other distribution."""
     done = subprocess.run([sys.executable, "-c", MISSING + code], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"is not installed: pip install -e '{folder}'." in done.stderr.splitlines()[-1]

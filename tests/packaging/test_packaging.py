@@ -16,7 +16,12 @@ from hf_diffkv import import_hook
 
 ROOT = Path(__file__).parents[2]
 # the folder of each distribution, with its package
-PACKAGES = {".": "hf_diffkv", "packages/serving": "hf_diffkv_serving", "packages/demo": "hf_diffkv_demo"}
+PACKAGES = {
+    ".": "hf_diffkv",
+    "packages/demo": "hf_diffkv_demo",
+    "packages/evaluation": "hf_diffkv_evaluation",
+    "packages/serving": "hf_diffkv_serving",
+}
 # what `make` installs into environments of their own
 ELSEWHERE = {"kvpress", "lmcache"}
 # imported at the top of modules that are imported where kernels run, or where Ray is; what others bring along
@@ -48,7 +53,12 @@ def test_versions_are_one(folder: str, project: dict) -> None:
     found = project_in(folder)
     assert found["version"] == hf_diffkv.__version__ and found["license"] == "Apache-2.0"
     pinned = {name for name in found["dependencies"] if name.startswith("hf-diffkv")}
-    extra = {name for extra in ("demo", "serve", "ray") for name in project["optional-dependencies"][extra]}
+    extra = {
+        name
+        for extra in ("demo", "serve", "ray", "evaluation", "eval")
+        for name in project["optional-dependencies"][extra]
+        if name.startswith("hf-diffkv")
+    }
     assert all(name.endswith(f"=={hf_diffkv.__version__}") for name in pinned | extra)
     assert len(pinned) == (folder != ".")
 
@@ -118,7 +128,6 @@ def test_every_module_is_reached_from_the_api_or_the_command_line() -> None:
     )
     reached: set[str] = set()
     waiting = ["hf_diffkv", "hf_diffkv.__main__", "hf_diffkv.training", "hf_diffkv.lmcache", "hf_diffkv.ray"]
-    waiting += ["hf_diffkv.evaluation.lm_eval"]
     waiting += [f"hf_diffkv.{place}" for place in hf_diffkv._LAZY.values()]
     waiting += [name for name in modules if name.startswith(by_name)]
     while waiting:

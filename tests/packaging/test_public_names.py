@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (ROOT / "hf_diffkv", ROOT / "packages/serving/hf_diffkv_serving", ROOT / "packages/demo/hf_diffkv_demo")
+PACKAGES = (ROOT / "hf_diffkv", *(ROOT / "packages").glob("*/hf_diffkv_*"))
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:

@@ -81,10 +81,10 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # some optimisation, as what runs on it takes longer than the compiler
     environment = {**os.environ, "HF_DIFFKV_NATIVE_FLAGS": "-O1", "HF_DIFFKV_NATIVE_SETS": "avx2"}
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(wheels)]
-    beside = [str(source / "packages" / name) for name in ("serving", "demo")]
+    beside = [str(source / "packages" / name) for name in ("serving", "demo", "evaluation")]
     subprocess.run([*build, str(source), *beside], check=True, env=environment)
     found = {path.name.split("-")[0]: path for path in wheels.iterdir()}
-    assert found.keys() == {"hf_diffkv", "hf_diffkv_serving", "hf_diffkv_demo"}
+    assert found.keys() == {"hf_diffkv", "hf_diffkv_serving", "hf_diffkv_demo", "hf_diffkv_evaluation"}
     wheel = found["hf_diffkv"]
     assert "-py3-none-manylinux_2_" in wheel.name and wheel.name.endswith(f"_{platform.machine()}.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.image import imread
-from matplotlib.text import Text
 from measured_heads import measured
 from tiny_models import tiny_model
 
@@ -125,38 +124,6 @@ def test_memory_and_speed_show_their_points() -> None:
         plot.memory({})
 
 
-def test_quality_shows_points_intervals_and_names_apart() -> None:
-    points = [plot.Point(f"diffkv:{i}", 0.3, 0.5, 0.4, 0.6) for i in range(8)] + [
-        plot.Point("dense", 1.0, 1.0, 1.0, 1.0)
-    ]
-    figure = plot.quality(points, "task", "right").figure
-    (axis,) = figure.axes
-    marks = [
-        tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() in "o*" and len(line.get_xdata()) == 1
-    ]
-    assert sorted(marks) == [(30, 0.5)] * 8 + [(100, 1)]
-    spans = [collection.get_segments()[0][:, 1].tolist() for collection in axis.collections]
-    assert sorted(spans) == [[0.4, 0.6]] * 8 + [[1, 1]]
-    assert sorted(text.get_text() for text in axis.texts) == sorted(point.name for point in points)
-    figure.draw_without_rendering()
-    # without the lines that lead to marks
-    boxes = [Text.get_window_extent(text) for text in axis.texts]
-    frame = axis.get_window_extent()
-    for index, box in enumerate(boxes):
-        assert frame.x0 <= box.x0 and box.x1 <= frame.x1
-        assert not any(box.overlaps(other) for other in boxes[:index])
-    with pytest.raises(ValueError, match="points is empty"):
-        plot.quality([], "task", "right")
-
-
-def test_heads_by_layer() -> None:
-    groups = {"a": [(0, 1.0), (1, 2.0)], "b": [(0, 3.0)]}
-    (axis,) = plot.by_layer(groups, "figure").figure.axes
-    assert [np.asarray(dots.get_offsets()).tolist() for dots in axis.collections] == [[[0, 1], [1, 2]], [[0, 3]]]
-    with pytest.raises(ValueError, match="groups has 0 entries"):
-        plot.by_layer({}, "figure")
-
-
 def test_pictures_are_shown_by_notebooks_and_saved(tmp_path: Path) -> None:
     picture = plot.speed({"dense": [(1, 1.0)]})
     assert picture._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -169,13 +136,10 @@ def test_pictures_are_shown_by_notebooks_and_saved(tmp_path: Path) -> None:
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     layer = LayerReport(0, (1,), (1,), (1,), (1,))
-    point = plot.Point("dense", 1, 1, 1, 1)
     for draw in (
         lambda: plot.levels(report_of([layer])),
         lambda: plot.precisions(report_of([dataclasses.replace(layer, precisions=("K4V3",))])),
         lambda: plot.speed({"dense": [(1, 1)]}),
-        lambda: plot.quality([point], "", ""),
-        lambda: plot.by_layer({"a": [(0, 1)]}, ""),
         lambda: plot.ColouredText(["a"], {"high": [1]}, "").save("a.png"),
     ):
         with pytest.raises(ImportError, match=r"pip install .*\[plot\]'"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_diffkv.evaluation import models
+from hf_diffkv.running import models
 
 HIDDEN, HEADS, HEAD_DIM = 16, 2, 8
 # the byte-level alphabet writes a newline as Ċ

@@ -58,7 +58,7 @@ def test_steps_downloads_and_times_are_said(
     "stage, installed",
     [
         ("page", "-e packages/demo"),
-        ("all", "hf-diffkv[dev] -e packages/demo -e packages/serving"),
+        ("all", "hf-diffkv[dev] -e packages/demo -e packages/evaluation[harness] -e packages/serving"),
         ("ray", "-e packages/serving[ray]"),
     ],
 )

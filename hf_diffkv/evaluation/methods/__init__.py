@@ -14,6 +14,8 @@ from .base import HeldBytes, Method
 METHODS: Registry[Callable[[list[str]], Method]] = Registry("method", __name__)
 # decorator for the function that builds the methods of a family, called with its name
 method = METHODS.add
+# methods of a checkout's scripts
+ELSEWHERE = {"kvpress": "benchmarks/quality/peers.py"}
 
 
 def get_method(text: str) -> Method:
@@ -23,6 +25,8 @@ def get_method(text: str) -> Method:
         EvaluationError: the family is unknown (with suggestions) or does not have such options.
     """
     family, _, options = text.strip().partition(":")
+    if family in ELSEWHERE and family not in METHODS.names():
+        raise EvaluationError(f"method {family!r} is measured by {ELSEWHERE[family]} of a checkout.")
     build = METHODS.find(family)
     try:
         built = build([option.strip() for option in options.split("+") if option.strip()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...compat import is_stateful
+from ..errors import EvaluationError
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Method(ABC):
     """A KV cache method."""
 
     label: str = ""
-    # environment it needs, if it cannot run in this one
-    environment: str | None = None
+    # environment of packages with `name` and `run`, if it cannot run in this one (benchmarks/quality/isolated.py)
+    environment: Any = None
     # whether its cache does not count the tokens it drops, so that generate() would use wrong positions
     drops_tokens = False
     # whether one cache can hold several left-padded documents, each as if it were alone
@@ -86,6 +87,13 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r})"
+
+
+def without_options(family: str, build: Callable[[], Method], options: list[str]) -> Method:
+    """Makes a method that has no options. Raises `EvaluationError` if there are any."""
+    if options:
+        raise EvaluationError(f"method {family!r} has no options.")
+    return build()
 
 
 def branched(layer: Any) -> Any:

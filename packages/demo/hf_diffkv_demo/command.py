@@ -10,8 +10,8 @@ import click
 from hf_diffkv.commands.console import Command, Failure, one_line, progress
 from hf_diffkv.commands.models import supported_config
 from hf_diffkv.commands.options import AtLeast, choice_of, model_option, preset_options
-from hf_diffkv.evaluation.models import SMALLEST_MODEL
 from hf_diffkv.extras import install
+from hf_diffkv.running.models import SMALLEST_MODEL
 
 
 @click.command(

@@ -17,10 +17,10 @@ from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.cache.report import MemoryReport, held_bytes
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.evaluation.comparison import Agreement
-from hf_diffkv.evaluation.models import HUB_IDS, resolve_model
-from hf_diffkv.evaluation.side_by_side import EXPECTED_ERRORS, bytes_of_layers
-from hf_diffkv.evaluation.talk import chat_turns
 from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
+from hf_diffkv.running.models import HUB_IDS, resolve_model
+from hf_diffkv.running.side_by_side import EXPECTED_ERRORS, bytes_of_layers
+from hf_diffkv.running.talk import chat_turns
 
 from .settings import setting_of_ratio, settings_for
 from .streaming import StreamedStep, layers_of, stream_steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from html import escape
 
-from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC
 from hf_diffkv.plot.palette import style_of
+from hf_diffkv.running.side_by_side import DIFFKV, DYNAMIC
 
 from .generation import CacheRun
 

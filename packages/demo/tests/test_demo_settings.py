@@ -12,8 +12,8 @@ from measured_heads import measured
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_diffkv import DiffKVConfig
-from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.heads import lookup
+from hf_diffkv.running.models import TINY_LM
 
 
 def test_the_demo_begins_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def _serve(
         check_servable_config(model_config, options.model)
     except ValueError as error:
         raise Failure(f"{one_line(error)} Without a compressed cache, transformers serve serves it.") from error
-    from hf_diffkv.evaluation.models import load_model
+    from hf_diffkv.running.models import load_model
 
     from .server.app import build_app
     from .server.logs import ServerLog

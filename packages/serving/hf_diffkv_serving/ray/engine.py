@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_diffkv.evaluation.models import load_config, load_model
+from hf_diffkv.running.models import load_config, load_model
 
 
 @dataclass(frozen=True)

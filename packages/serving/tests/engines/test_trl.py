@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 pytestmark = pytest.mark.slow
 BUDGET, ROLLOUTS, NEW = 4 << 20, 4, 6

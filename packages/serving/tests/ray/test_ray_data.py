@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 pytest.importorskip(
     "ray.data", reason="Ray is not installed: pip install -e 'packages/serving[ray]'", exc_type=ImportError

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 from hf_diffkv import DiffKVConfig, PrefixStore
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 NAME = "org/tiny"
 SLOTS, BUDGET = 6, 12_000_000

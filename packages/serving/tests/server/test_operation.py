@@ -19,7 +19,7 @@ from live_server import ENDLESS, ROOT, events
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import PrefixStore
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)

@@ -18,7 +18,7 @@ import torch
 from hf_diffkv_serving.compat import SERVER
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.running.models import TINY_LM
 
 httpx = pytest.importorskip("httpx")
 parts = pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)

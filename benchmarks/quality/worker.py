@@ -1,0 +1,61 @@
+"""Runs a job of `isolated.py`, which comes on standard input, within another environment.
+
+The exit code is 2 if the job is refused; the last line then says why.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.import_hook import unregister
+
+
+def main() -> int:
+    # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # this environment's Transformers may be too old for registration
+    unregister()
+    job = json.load(sys.stdin)
+    try:
+        work(job)
+    except EvaluationError as error:
+        print(error)
+        return 2
+    return 0
+
+
+def work(job: dict[str, Any]) -> None:
+    """Runs the methods of a job on its documents. Raises `EvaluationError` if they cannot be run."""
+    # registers the methods beside the library's
+    import methods as methods
+
+    from hf_diffkv.evaluation.methods import get_method
+    from hf_diffkv.evaluation.records import RunFolder
+    from hf_diffkv.evaluation.runner import run
+    from hf_diffkv.evaluation.tasks import get_task
+    from hf_diffkv.running.models import load_config, load_model
+
+    chosen = [get_method(label) for label in job["methods"]]
+    tasks = [(get_task(name), [read_document(fields) for fields in documents]) for name, documents in job["tasks"]]
+    folder = RunFolder(Path(job["folder"]), job["settings"])
+    _, tokenizer = load_config(job["model"])
+    model = load_model(job["model"], job["settings"]["dtype"], job["device"], job["quiet"])
+    run(model, tokenizer, chosen, tasks, folder, retry=job["retry"], quiet=job["quiet"])
+
+
+def read_document(fields: dict[str, Any]) -> Any:
+    """Makes a document from its fields as JSON has them."""
+    from hf_diffkv.evaluation.tasks import Document
+
+    questions = tuple((tuple(question), tuple(answer)) for question, answer in fields["questions"])
+    known = {"questions": questions, **{name: tuple(fields[name]) for name in ("context", "continuation")}}
+    return Document(**{**fields, **known})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Saves a conversation next to a saved cache, so that a later run can continue it. Does not import PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.errors import EvaluationError
+
+TALK_NAME = "talk.json"
+
+
+def write_talk(folder: Path, model: str, ids: Sequence[int], first: str | None) -> None:
+    """Writes the token ids of a conversation, the last one included, and its first message."""
+    state = {"model": model, "ids": list(ids), "first": first}
+    (folder / TALK_NAME).write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+
+def read_talk(folder: Path) -> dict[str, Any]:
+    """Reads `ids` and `first` of a conversation for `Talk`. Raises `EvaluationError` if the folder has none."""
+    path = folder / TALK_NAME
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {"ids": saved["ids"], "first": saved["first"]}
+    except OSError as error:
+        raise EvaluationError(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise EvaluationError(f"{path} is no saved talk.") from error

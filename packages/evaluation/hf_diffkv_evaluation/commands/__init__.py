@@ -1,0 +1,1 @@
+"""Commands of `hf-diffkv` that this distribution adds, one module each, named like the command."""
