@@ -29,7 +29,7 @@ from hf_diffkv.cache import diffkv_cache
 from hf_diffkv.cache.layer import DiffKVLayer
 from hf_diffkv.cache.resolve import moments_for
 from hf_diffkv.calibration.documents import documents_for
-from hf_diffkv.calibration.replay import WatchedLayer
+from hf_diffkv.calibration.watched import WatchedLayer
 from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.evaluation.environment import describe_environment

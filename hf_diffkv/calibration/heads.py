@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from .documents import DOCUMENT_LENGTH, POSITIONS, digest_of, documents_for
 from .kept import Kept
 from .progress import Progress
 from .queries import QuerySums
-from .replay import Replay, in_float32, watching
+from .replay import Damage, Replay
 from .stored import errors, geometric_mean, stored
+from .watched import in_float32, watching
 
 # bits of keys and of values at which errors are measured
 MEASURED_BITS = (2, 3, 4, 5, 6, 8)
-# upper bounds on the rows of a batch and on the bytes of its logits
-MOST_ROWS, MOST_LOGIT_BYTES = 16, 1 << 29
+# upper bounds on the tokens of a batch, all rows together, and on the bytes of its logits
+MOST_TOKENS, MOST_LOGIT_BYTES = 1024, 1 << 29
 
 
 @dataclass(frozen=True)
@@ -127,20 +128,20 @@ def _measure_all(
     work = [_work(document, kept.missing(document, layers), layers, heads) for document in left]
     with Progress(len(documents), sum(map(sum, work)), quiet) as progress, in_float32(model), watching(model):
         progress.resume(len(documents) - len(left), len(kept.layers(left[0])), layers)
+        joins = None
         for document, (of_prompt, *of_layers) in zip(left, work):
             progress.begin(document.name)
-            positions = document.extra[POSITIONS]
-            rows = _rows(heads, len(positions), text_config.vocab_size)
-            replay = Replay(model, document.context, document.continuation, positions, rows)
+            replay = Replay(model, document.context, document.continuation, document.extra[POSITIONS], joins)
+            joins = replay.joins
             if not sums.has(document):
                 sums.add(document, replay.layers)
             progress.advance(of_prompt)
-            for layer, of_layer in zip(kept.missing(document, layers), of_layers):
-                started = time.perf_counter()
-                figures = layer_figures(replay, layer)
+            missing, started = kept.missing(document, layers), time.perf_counter()
+            for of_layer, (layer, figures) in zip(of_layers, figures_of(replay, missing)):
                 kept.add(document, layer, figures, time.perf_counter() - started)
                 progress.advance(of_layer)
                 progress.estimate()
+                started = time.perf_counter()
             progress.end()
 
 
@@ -150,43 +151,90 @@ def _work(document: Document, missing: Sequence[int], layers: int, heads: int) -
     return [len(document.context) * layers, *(following * (layers - layer) for layer in missing)]
 
 
-def _rows(heads: int, positions: int, vocabulary: int) -> int:
-    """Returns the rows of a batch: one for each head's keys and values if they fit, else equal batches."""
-    fit = MOST_LOGIT_BYTES // (4 * positions * vocabulary)
-    most = max(1, min(2 * heads, MOST_ROWS, fit))
-    return math.ceil(2 * heads / math.ceil(2 * heads / most))
+def figures_of(replay: Replay, layers: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Measures losses and errors of the heads of compressed layers.
+
+    Yields:
+        Each layer with its figures, ready for JSON.
+    """
+    pending: list[DamagedLayer] = []
+    for index in layers:
+        pending.append(DamagedLayer.of(replay, index))
+        parts = sum(layer.parts for layer in pending)
+        if not replay.joins or parts + pending[-1].parts > _most_rows(replay):
+            yield from _measured(replay, pending)
+            pending = []
+    yield from _measured(replay, pending)
 
 
-def layer_figures(replay: Replay, index: int) -> dict[str, Any]:
-    """Measures losses and errors of the heads of a compressed layer, ready for JSON."""
-    layer = replay.layers[index]
-    damaged = {bits: stored(layer, Precision(bits, bits)) for bits in MEASURED_BITS}
-    off = {bits: errors(layer, *tensors) for bits, tensors in damaged.items()}
-    heads = layer.keys.shape[1]
-    losses = _losses(replay, index, damaged[KEY_BITS][0], damaged[VALUE_BITS][1])
-    return {
-        "shape": [heads, layer.keys.shape[3], layer.values.shape[3]],
-        "keys": losses[:heads],
-        "values": losses[heads:],
-        "key_errors": {str(bits): figures[0].tolist() for bits, figures in off.items()},
-        "value_errors": {str(bits): figures[1].tolist() for bits, figures in off.items()},
-    }
+@dataclass
+class DamagedLayer:
+    """A layer whose heads are to be damaged at few bits, one in each row.
 
+    Attributes:
+        index: index of the compressed layer.
+        keys, values: keys and values stored at few bits, [heads, tokens, dim].
+        figures: shape and errors of the layer's heads.
+        losses: KL with each head's keys replaced, then with each head's values.
+    """
 
-def _losses(replay: Replay, index: int, keys: Tensor, values: Tensor) -> list[float]:
-    """Returns the KL with each single head's keys, then values, replaced by the given ones, [heads, tokens, dim]."""
-    layer, found = replay.layers[index], []
-    heads = keys.shape[0]
-    for start in range(0, 2 * heads, replay.rows):
-        parts = range(start, min(start + replay.rows, 2 * heads))
-        exact = (layer.keys, layer.values)
-        shown = [tensor.repeat(replay.rows, 1, 1, 1) for tensor in exact]
+    index: int
+    keys: Tensor
+    values: Tensor
+    figures: dict[str, Any]
+    losses: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, replay: Replay, index: int) -> DamagedLayer:
+        """Stores a layer at each of `MEASURED_BITS`."""
+        layer = replay.layers[index]
+        damaged = {bits: stored(layer, Precision(bits, bits)) for bits in MEASURED_BITS}
+        off = {bits: errors(layer, *tensors) for bits, tensors in damaged.items()}
+        figures = {
+            "shape": [layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]],
+            "key_errors": {str(bits): each[0].tolist() for bits, each in off.items()},
+            "value_errors": {str(bits): each[1].tolist() for bits, each in off.items()},
+        }
+        return cls(index, damaged[KEY_BITS][0], damaged[VALUE_BITS][1], figures)
+
+    @property
+    def parts(self) -> int:
+        """Number of rows: one for each head's keys, and one for its values."""
+        return 2 * self.keys.shape[0]
+
+    def damage(self, replay: Replay, parts: range) -> Damage:
+        """Returns the keys and values of the rows of `parts`."""
+        heads, layer = self.keys.shape[0], replay.layers[self.index]
+        shown = [tensor.repeat(len(parts), 1, 1, 1) for tensor in (layer.keys, layer.values)]
         for row, part in enumerate(parts):
             which, head = divmod(part, heads)
-            shown[which][row, head] = (keys, values)[which][head]
-        logits = replay.damaged(index, *shown)
-        found += [mean_kl(replay.logits, replay.probabilities, logits[row]) for row, _ in enumerate(parts)]
-    return found
+            shown[which][row, head] = (self.keys, self.values)[which][head]
+        return Damage(self.index, *shown)
+
+    def result(self) -> dict[str, Any]:
+        """Returns all figures, ready for JSON."""
+        heads = self.keys.shape[0]
+        return {**self.figures, "keys": self.losses[:heads], "values": self.losses[heads:]}
+
+
+def _measured(replay: Replay, layers: Sequence[DamagedLayer]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Measures the losses of layers in as few batches as their rows need."""
+    most = _most_rows(replay)
+    rows = [(layer, part) for layer in layers for part in range(layer.parts)]
+    for start in range(0, len(rows), most):
+        batch = rows[start : start + most]
+        parts = [(layer, [part for other, part in batch if other is layer]) for layer in layers]
+        damages = [layer.damage(replay, range(of[0], of[-1] + 1)) for layer, of in parts if of]
+        for (layer, _), logits in zip(batch, replay.damaged(damages)):
+            layer.losses.append(mean_kl(replay.logits, replay.probabilities, logits))
+    yield from ((layer.index, layer.result()) for layer in layers)
+
+
+def _most_rows(replay: Replay) -> int:
+    """Returns the rows of a batch at most."""
+    positions, tokens = replay.logits.shape
+    fit = min(MOST_TOKENS // replay.following.shape[1], MOST_LOGIT_BYTES // (4 * positions * tokens))
+    return max(1, fit)
 
 
 def mean_kl(exact: Tensor, probabilities: Tensor, logits: Tensor) -> float:

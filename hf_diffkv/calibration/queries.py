@@ -22,7 +22,7 @@ from ..heads.recognition import mark_of
 from ..heads.weights import model_digest
 from ..ops.rounding import second_moment
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
-from .replay import WatchedLayer, in_float32, run_prompt, watching
+from .watched import WatchedLayer, in_float32, run_prompt, watching
 
 # metadata key in a file of sums: digests of the documents in it
 SUMMED = "documents"

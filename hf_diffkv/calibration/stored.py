@@ -13,7 +13,7 @@ from ..ops.softmax import Softmax
 from ..store import KVHeads, Store, begin_forward, read_tokens
 from ..store.forms import Entering, note_logits, query_moment
 from ..store.prompt import Past, compress
-from .replay import WatchedLayer
+from .watched import WatchedLayer
 
 
 def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ class Counted:
     """Measures layers, and is interrupted at one of them."""
 
     def __init__(self, interrupted_at: int | None = None) -> None:
-        self.original, self.calls, self.interrupted_at = heads_module.layer_figures, 0, interrupted_at
+        self.original, self.calls, self.interrupted_at = heads_module.DamagedLayer.of, 0, interrupted_at
 
     def __call__(self, *arguments: Any) -> dict[str, Any]:
         self.calls += 1
@@ -57,7 +57,9 @@ class Counted:
 
 
 def interrupted(model: PreTrainedModel, folder: Path, at: int, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(heads_module, "layer_figures", Counted(at))
+    patch.setattr(heads_module.DamagedLayer, "of", Counted(at))
+    # one layer in a batch
+    patch.setattr(heads_module, "MOST_TOKENS", 40)
     with pytest.raises(KeyboardInterrupt):
         measure(model, DOCUMENTS, folder, quiet=True)
     patch.undo()
@@ -72,7 +74,8 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_a_document(
     interrupted(model, tmp_path, at, monkeypatch)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     rest = Counted()
-    monkeypatch.setattr(heads_module, "layer_figures", rest)
+    monkeypatch.setattr(heads_module, "MOST_TOKENS", 40)
+    monkeypatch.setattr(heads_module.DamagedLayer, "of", rest)
     again = measure(model, DOCUMENTS, tmp_path, quiet=True)
     assert rest.calls == LAYERS * len(DOCUMENTS) - (at - 1)
     assert again.sensitivity == whole.sensitivity

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv.cache.attention import diffkv_attention
 from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.calibration import replay as replay_module
 from hf_diffkv.calibration.documents import POSITIONS
 from hf_diffkv.calibration.heads import mean_kl
-from hf_diffkv.calibration.replay import Replay, sampled_tokens, watched_attention, watching
+from hf_diffkv.calibration.replay import Damage, Replay, sampled_tokens
+from hf_diffkv.calibration.watched import watched_attention, watching
+from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.tasks import Document
 from tests.tiny_models import tiny_model
 
@@ -47,8 +49,8 @@ def losses(model: Any) -> tuple[Tensor | None, list[float]]:
     """The tokens that logits were computed of, and what the heads of the second layer lose."""
     inner = getattr(model, "model", None) if isinstance(model, Shifted) else model
     with watching(inner):
-        replay = Replay(model, document().context, document().continuation, COUNTED, 4)
-        figures = heads_module.layer_figures(replay, 1)
+        replay = Replay(model, document().context, document().continuation, COUNTED)
+        ((_, figures),) = heads_module.figures_of(replay, [1])
     return replay.tokens, figures["keys"] + figures["values"]
 
 
@@ -62,16 +64,58 @@ def sampling(patch: pytest.MonkeyPatch) -> None:
 def test_sampled_tokens_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = tiny_model("llama", num_hidden_layers=3), document()
     with watching(model):
-        whole = Replay(model, given.context, given.continuation, COUNTED, 4)
+        whole = Replay(model, given.context, given.continuation, COUNTED)
         sampling(monkeypatch)
-        few = Replay(model, given.context, given.continuation, COUNTED, 4)
+        few = Replay(model, given.context, given.continuation, COUNTED)
         keys, values = (0.9 * tensor.repeat(4, 1, 1, 1) for tensor in (whole.layers[1].keys, whole.layers[1].values))
-        expected, found = whole.damaged(1, keys, values), few.damaged(1, keys, values)
+        damages = [Damage(1, keys, values)]
+        expected, found = whole.damaged(damages), few.damaged(damages)
     assert whole.tokens is None and few.tokens is not None and len(few.tokens) <= 64
     torch.testing.assert_close(found, expected[..., few.tokens])
     torch.testing.assert_close(few.logits, whole.logits[:, few.tokens])
     head = model.get_output_embeddings()
     assert "forward" not in vars(head) and head.weight.shape[0] == 128
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_rows_of_several_layers_run_together(family: str) -> None:
+    """Each row's logits are those of a dense cache with that row's keys and values."""
+    kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2} if family in ("gemma3_text", "gpt_oss") else {}
+    model, given = tiny_model(family, "eager", num_hidden_layers=4, **kinds), document()
+    with watching(model):
+        replay = Replay(model, given.context, given.continuation, COUNTED)
+        damages = [
+            Damage(index, *(torch.cat([tensor * 0.5, tensor.roll(1, 2)]) for tensor in (layer.keys, layer.values)))
+            for index, layer in enumerate(replay.layers)
+        ]
+        found = replay.damaged(damages)
+    assert replay.joins and len(found) == 2 * len(replay.layers)
+    rows = iter(found)
+    indices = [index for index in range(4) if not kinds or index % 2 == 0]
+    for damage in damages:
+        for keys, values in zip(damage.keys, damage.values):
+            cache = DynamicCache(config=model.config)
+            model(torch.tensor([given.context]), **passing(cache))
+            layer = cache.layers[indices[damage.layer]]
+            layer.keys, layer.values = keys[None], values[None]
+            expected = model(torch.tensor([given.continuation]), **passing(cache)).logits[0, COUNTED]
+            torch.testing.assert_close(next(rows), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_models_whose_blocks_cannot_be_joined_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny_model("llama", num_hidden_layers=3), document()
+    block = model.model.layers[1]
+    plain = block.forward
+    with watching(model):
+        expected = Replay(model, given.context, given.continuation, COUNTED)
+        # adds the mean over all rows, so that rows are not independent
+        monkeypatch.setattr(
+            block, "forward", lambda hidden, **kwargs: plain(hidden, **kwargs) + 0 * hidden[5:6].sum() + hidden.mean(0)
+        )
+        found = Replay(model, given.context, given.continuation, COUNTED)
+    assert expected.joins and not found.joins
 
 
 def test_logits_that_the_model_changes_by_token_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
