@@ -128,37 +128,11 @@ class Hierarchy:
             if tier is not None and tier is not self.folder:
                 self._enter(len(self.tiers) - 1, name, tier.get(name))
 
-    def put_if_free(self, tier: MemoryTier, name: str, snapshot: Snapshot) -> bool:
-        """Puts a prefix into a memory tier if no other must be evicted, and returns whether the tier holds it."""
-        cost = tier.cost(snapshot)
-        if not tier.holds(name):
-            if sum(tier.sizes().values()) + cost > tier.limit:
-                return False
-            tier.put(name, snapshot, self.entries[name].used)
-            self.written[tier.name] += cost
-        return True
-
-    def write(self, name: str, snapshot: Snapshot, used: int) -> list[str] | None:
-        """Copies a prefix into the folder like `add`, but without changing `entries`, so that no lock is needed.
-
-        Returns:
-            Names of the evicted prefixes, for `drop_lost`; None if it was not copied.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        folder = self.folder
-        if folder is None:
-            return None
-        cost = folder.cost(snapshot)
-        with folder.exclusive():
-            victims = [] if folder.holds(name) else self._victims(folder, name, cost)
-            if victims is None or folder.holds(name):
-                return victims
-            folder.remove(victims)
-            folder.put(name, snapshot, used)
-        self.written[folder.name] += cost
-        return victims
+    def victims(self, tier: PrefixTier, name: str, cost: int) -> list[str] | None:
+        """Chooses the prefixes to evict from a tier for `cost` bytes of a prefix; None if the prefix may not enter."""
+        sizes = tier.sizes()
+        ranks = {held: self.rank(held) for held in sizes}
+        return choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
 
     def note_fault(self, message: str, error: OSError, say: Callable[[str], None] | None = None) -> None:
         """Counts an error with files, and reports each kind once, as a full disk would repeat it.
@@ -216,7 +190,7 @@ class Hierarchy:
                 if tier.holds(name):
                     # another process was faster
                     return True
-                victims = self._victims(tier, name, cost)
+                victims = self.victims(tier, name, cost)
                 if victims is None:
                     return False
                 self._demote(depth, victims)
@@ -226,12 +200,6 @@ class Hierarchy:
             return False
         self.written[tier.name] += cost
         return True
-
-    def _victims(self, tier: PrefixTier, name: str, cost: int) -> list[str] | None:
-        """Chooses the prefixes to evict from a tier for `cost` bytes of a prefix; None if it may not enter."""
-        sizes = tier.sizes()
-        ranks = {held: self.rank(held) for held in sizes}
-        return choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
 
     def _demote(self, depth: int, names: list[str]) -> None:
         tier = self.tiers[depth]

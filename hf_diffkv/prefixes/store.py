@@ -34,10 +34,10 @@ from ..cache.snapshot import (
 from ..compat import passing
 from ..config import DiffKVConfig
 from ..store import Store
-from .background import Background
 from .content import ONE_PER_TOKEN, ContentKeys
 from .hierarchy import Hierarchy, PrefixTier, Requests, warn
 from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
+from .thread import NoThread, make_thread
 from .tiers import FolderTier, MemoryTier
 from .tokens import as_tokens
 
@@ -119,8 +119,7 @@ class PrefixStore:
         self._lookup_seconds = 0.0
         self._seconds_per_token: float | None = None
         self._lock = threading.RLock()
-        self._background = Background(self._tiers, self._requests, self._lock)
-        weakref.finalize(self, self._background.close)
+        self._background: Any = NoThread()
 
     def start(self) -> None:
         """Starts a thread that moves prefixes while requests are computed, until `stop`.
@@ -128,7 +127,14 @@ class PrefixStore:
         If a memory tier is more than 90 % full, the thread moves down the least recently used prefixes that no request
         waits for. It moves up the prefixes of announced requests (`look_ahead`), unless it would have to evict
         prefixes that others wait for. Continuous batching starts it. Failures are logged and leave the prefix in place.
+
+        Raises:
+            ImportError: the serving package, which has the thread, is not installed.
         """
+        with self._lock:
+            if isinstance(self._background, NoThread):
+                self._background = make_thread(self._tiers, self._requests, self._lock)
+                weakref.finalize(self, self._background.close)
         self._background.start()
 
     def stop(self) -> None:
@@ -346,12 +352,13 @@ class PrefixStore:
     def stats(self) -> PrefixStats:
         """Statistics so far."""
         with self._lock:
+            ahead = self._background.bytes_read
             return PrefixStats(
                 lookups=self._lookups,
                 hits=dict(self._hits),
                 tokens=self._tokens,
                 tokens_reused=self._tokens_reused,
-                bytes_read={tier: count + self._background.bytes_read[tier] for tier, count in self._read.items()},
+                bytes_read={tier: count + ahead.get(tier, 0) for tier, count in self._read.items()},
                 bytes_written=dict(self._tiers.written),
                 loaded_ahead=self._background.loaded_ahead,
                 offloaded=self._background.offloaded,

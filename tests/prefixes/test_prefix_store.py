@@ -210,3 +210,20 @@ def test_seconds_saved() -> None:
     assert stats.seconds_saved == 50 * speed - stats.lookup_seconds
     assert (stats.lookups, stats.tokens, stats.tokens_reused) == (1, 53, 50)
     assert str(stats).startswith("1 lookups, hits: 1 device; 50 of 53 prompt tokens reused (94%); ")
+
+
+def test_only_the_thread_needs_the_serving_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+
+    model = model_of()
+    store, run = PrefixStore(model, CONFIG), started(model, (20,))
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="hf_diffkv_serving is not installed: pip"):
+        patch.setattr("importlib.import_module", missing)
+        store.start()
+    store.insert(run.ids, run.cache)
+    (found,) = store.look_ahead([torch.cat([run.ids, tokens(1, 3)], 1)])
+    assert (found.tier, found.loading, found.tokens) == ("device", False, 20)
+    store.flush()
+    store.stop()
+    assert store.stats.loaded_ahead == store.stats.offloaded == 0

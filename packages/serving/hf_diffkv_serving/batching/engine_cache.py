@@ -23,6 +23,7 @@ from hf_diffkv.prefixes.stats import ExpectedPrefix
 from .attention import PackedCache
 from .beginnings import Beginnings
 from .first_tokens import FirstTokens
+from .memory import Moment, ServingMemory
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -34,29 +35,6 @@ if TYPE_CHECKING:
 TEXT_ALONE: dict[str, Any] = {}
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("hf_diffkv")
-
-
-@dataclass(frozen=True)
-class ServingMemory:
-    """Memory of continuous batching at this moment.
-
-    Attributes:
-        requests: number of requests in flight, including prompts under way.
-        slots: number of slots, which grows and shrinks with the need.
-        longest: tokens of the longest request that is admitted.
-        held_bytes: bytes of windows, tables, scratch memory, and the pages of requests.
-        peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
-        max_bytes: budget in bytes.
-        free_share: free share, 0 to 1, of the pages that the budget allows beside the slots.
-    """
-
-    requests: int
-    slots: int
-    longest: int
-    held_bytes: int
-    peak_bytes: int
-    max_bytes: int
-    free_share: float
 
 
 @dataclass(frozen=True)
@@ -144,8 +122,8 @@ class ContinuousCache(PackedCache):
         self.pool = _Pool(self)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
         self.peak_bytes = self.bytes
-        # what was held when the engine last had nothing under way, and the thread that found it out
-        self._published: tuple[ServingMemory, int] | None = None
+        # the moment when the engine last had nothing under way
+        self._finished: Moment | None = None
         # a `PrefixStore`, where prefixes are kept
         self.prefixes: Any = None
         self.beginnings = Beginnings()
@@ -174,24 +152,17 @@ class ContinuousCache(PackedCache):
 
     def memory(self) -> ServingMemory:
         """Returns the memory at this moment, for other threads than the engine's after its last finished step."""
-        published = self._published
-        if published is None or published[1] == threading.get_ident():
-            return self._measured()
-        return published[0]
+        finished = self._finished
+        if finished is None or finished.thread == threading.get_ident():
+            return self._moment().memory
+        return finished.memory
 
     def publish(self) -> None:
-        """Shows other threads the memory of this moment, when nothing is under way."""
-        self._published = (self._measured(), threading.get_ident())
+        """Shows other threads the memory of this moment, when nothing is under way, without waiting for the device."""
+        self._finished = self._moment()
 
-    def _measured(self) -> ServingMemory:
-        slots = self.slots
-        pools = [part.store.pool for part in slots.parts]
-        # each is a look at the device
-        free = [pool.free_list.free for pool in pools]
-        used = sum(pool.capacity - 1 - pages for pool, pages in zip(pools, free))
-        held = self.bytes - sum(pages * pool.page_bytes for pool, pages in zip(pools, free))
-        sizes = (held, self.peak_bytes, slots.max_bytes, 1 - used / max(1, int(slots.max_pages.sum())))
-        return ServingMemory(len(self._slot_of), slots.count, slots.longest, *sizes)
+    def _moment(self) -> Moment:
+        return Moment(self.slots, len(self._slot_of), self.bytes, self.peak_bytes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """Returns the number of new tokens that a request may have if it is alone.

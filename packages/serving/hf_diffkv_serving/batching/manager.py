@@ -29,7 +29,7 @@ from .attention import paged_attention
 from .beginnings import check_marks
 from .captured_steps import CapturedSteps, captures_steps
 from .engine import DiffKVBatchProcessor, scheduler_class
-from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
+from .engine_cache import ContinuousCache, ServingStatistics
 from .engine_names import (
     ContinuousBatchingManager,
     RequestState,
@@ -40,6 +40,7 @@ from .engine_names import (
 )
 from .linear_layers import LinearModule
 from .linear_states import LinearStates
+from .memory import ServingMemory
 from .ranks import Ranks
 from .records import Records, RequestRecord, brought
 from .sampling import Sampling, add_sampler

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from batching import LOSSLESS, LOSSY, NEW, chunks, prompts, request_config
-from hf_diffkv_serving.batching.engine_cache import ContinuousCache, ServingMemory
+from hf_diffkv_serving.batching.engine_cache import ContinuousCache
+from hf_diffkv_serving.batching.memory import ServingMemory
 from tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_diffkv import DiffKVConfig
 
@@ -104,3 +107,33 @@ def test_other_threads_see_what_the_engine_found_between_steps(
     monkeypatch.setattr(ContinuousCache, "extend_read_and_write_indices", watched_extend)
     answers(tiny_model("llama"), config, None)
     assert asked and all(found == expected for found, expected in asked) and any(changed)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values of tensors that are read, for each of which a GPU must be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def test_the_engine_waits_for_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, listed = Reads(), []
+    publish, tolist = ContinuousCache.publish, torch.Tensor.tolist
+
+    def watched_publish(self: ContinuousCache) -> None:
+        with reads, monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: listed.append(tensor) or tolist(tensor))
+            publish(self)
+        published.append(self)
+
+    published: list[ContinuousCache] = []
+    monkeypatch.setattr(ContinuousCache, "publish", watched_publish)
+    answers(tiny_model("llama"), LOSSY, None)
+    assert published and reads.count == 0 and not listed
+    # the figures are there for whoever asks, once nothing is held
+    assert published[-1].memory().free_share == 1

@@ -1,4 +1,4 @@
-"""A thread that moves prefixes between tiers while requests are computed."""
+"""Thread that moves the prefixes of a `PrefixStore` between tiers while requests are computed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..cache.snapshot import CacheFileError, Snapshot
-from .hierarchy import Hierarchy, Requests
-from .tiers import MemoryTier, Rank
+from hf_diffkv.cache.snapshot import CacheFileError, Snapshot
+from hf_diffkv.prefixes.hierarchy import Hierarchy, Requests
+from hf_diffkv.prefixes.tiers import MemoryTier, Rank
 
 # share of a memory tier above which prefixes move down early (CaR)
 FULL = 0.9
@@ -167,7 +167,7 @@ class Background:
                 if not (self._is_unused(name, used) and tier.holds(name)):
                     # it may be moved the next time
                     return True
-                taken = tiers.put_if_free(lower, name, snapshot)
+                taken = self._put_if_free(lower, name, snapshot)
         elif lower is not None:
             try:
                 taken = self._write(name, snapshot, used)
@@ -194,13 +194,33 @@ class Background:
 
     def _write(self, name: str, snapshot: Snapshot, used: int) -> bool:
         """Writes a prefix to the folder and returns whether it is there. Raises `OSError` if it cannot be written."""
-        lost = self._tiers.write(name, snapshot, used)
+        tiers, folder = self._tiers, self._tiers.folder
+        if folder is None:
+            return False
+        cost = folder.cost(snapshot)
+        # `entries` may not change before the store is locked
+        with folder.exclusive():
+            victims = [] if folder.holds(name) else tiers.victims(folder, name, cost)
+            if victims is not None and not folder.holds(name):
+                folder.remove(victims)
+                folder.put(name, snapshot, used)
+                tiers.written[folder.name] += cost
         with self._lock:
-            self._tiers.drop_lost(lost or [])
-            if lost is not None and name not in self._tiers.entries:
+            tiers.drop_lost(victims or [])
+            if victims is not None and name not in tiers.entries:
                 # it was removed from the store meanwhile
-                self._tiers.remove([name])
-        return lost is not None
+                tiers.remove([name])
+        return victims is not None
+
+    def _put_if_free(self, tier: MemoryTier, name: str, snapshot: Snapshot) -> bool:
+        """Puts a prefix into a memory tier if no other must be evicted, and returns whether the tier holds it."""
+        cost = tier.cost(snapshot)
+        if not tier.holds(name):
+            if sum(tier.sizes().values()) + cost > tier.limit:
+                return False
+            tier.put(name, snapshot, self._tiers.entries[name].used)
+            self._tiers.written[tier.name] += cost
+        return True
 
     def _bring_up(self, name: str) -> None:
         tiers, first = self._tiers, self._tiers.memory[0]
@@ -222,7 +242,7 @@ class Background:
         while self._move_down(0, first.limit - first.cost(snapshot), rank):
             pass
         with self._lock:
-            if name in tiers.entries and tier.holds(name) and tiers.put_if_free(first, name, snapshot):
+            if name in tiers.entries and tier.holds(name) and self._put_if_free(first, name, snapshot):
                 if tier is not tiers.folder:
                     tier.remove([name])
                 # the tier may be too full once no request waits for it

@@ -1,0 +1,73 @@
+"""Memory of continuous batching at a moment, of which the device is asked only if somebody asks for it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hf_diffkv.pages.pool import FREE
+
+from .slots import Slots
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """Memory of continuous batching at this moment.
+
+    Attributes:
+        requests: number of requests in flight, including prompts under way.
+        slots: number of slots, which grows and shrinks with the need.
+        longest: tokens of the longest request that is admitted.
+        held_bytes: bytes of windows, tables, scratch memory, and the pages of requests.
+        peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
+        max_bytes: budget in bytes.
+        free_share: free share, 0 to 1, of the pages that the budget allows beside the slots.
+    """
+
+    requests: int
+    slots: int
+    longest: int
+    held_bytes: int
+    peak_bytes: int
+    max_bytes: int
+    free_share: float
+
+
+class Moment:
+    """Memory when this object is made. Making it copies the pools' counts but does not wait for the device.
+
+    Args:
+        slots: slots of the requests.
+        requests: number of requests that hold memory.
+        held: bytes that the device holds for all requests, free pages included.
+        peak: most bytes so far.
+
+    Attributes:
+        thread: identifier of the thread that made it.
+    """
+
+    def __init__(self, slots: Slots, requests: int, held: int, peak: int) -> None:
+        self.thread = threading.get_ident()
+        pools = [part.store.pool for part in slots.parts]
+        self._counts = torch.stack([pool.free_list.state for pool in pools])
+        # another thread may read on another stream
+        self._copied = torch.cuda.Event() if self._counts.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+        self._pages = [(pool.capacity, pool.page_bytes) for pool in pools]
+        self._bytes, self._most_pages = held, int(slots.max_pages.sum())
+        self._requests = (requests, slots.count, slots.longest)
+        self._limits = (peak, slots.max_bytes)
+
+    @cached_property
+    def memory(self) -> ServingMemory:
+        """The figures. Reads the device at the first call."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        free = self._counts[:, FREE].tolist()
+        used = sum(capacity - 1 - pages for (capacity, _), pages in zip(self._pages, free))
+        held = self._bytes - sum(pages * page_bytes for (_, page_bytes), pages in zip(self._pages, free))
+        return ServingMemory(*self._requests, held, *self._limits, 1 - used / max(1, self._most_pages))
