@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..config.found import queries_of, tell_of_queries
-from ..config.head_groups import HeadGroup
 from ..heads.mark import Mark
 from ..heads.recognition import MARK_KEY
 from ..ops.rotation import rotation_matrix
@@ -86,16 +85,6 @@ class QueryMoments:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """KV heads and key_dim of each compressed layer."""
         return tuple((triangle.shape[0], _dim_of(triangle)) for triangle in self.triangles)
-
-    def of_groups(self, groups: Sequence[HeadGroup]) -> QueryMoments:
-        """Returns the moments split by head group; `self` if each group is a whole layer."""
-        if all(group.heads is None for group in groups):
-            return self
-        found = []
-        for group in groups:
-            triangle = self.triangles[group.layer]
-            found.append(triangle if group.heads is None else triangle[list(group.model_heads)])
-        return QueryMoments(self.model_type, self.model_digest, self.documents_digest, tuple(found))
 
     def check_layers(self, count: int) -> None:
         """Raises `ValueError` unless the model has as many compressed layers as were measured."""
