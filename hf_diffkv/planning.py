@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from .cache.supported_models import cache_layers, check_model_config
 from .compat import passing
 from .config import DiffKVConfig
-from .config.head_groups import head_groups
+from .config.layers import layer_configs, possible_precisions
 from .pages import PageLayout
 
 INT = 4
@@ -126,9 +126,8 @@ class ModelShape:
         size = self.dtype.itemsize
         compressed = [layer for layer in self.layers if layer.compressed]
         total = sum(layer.dense_bytes(tokens, size) for layer in self.layers if not layer.compressed)
-        for group in head_groups(config, len(compressed)):
-            layer, held = compressed[group.layer], group.config
-            for precisions in group.precisions(layer.num_key_value_heads):
+        for layer, held in zip(compressed, layer_configs(config, len(compressed))):
+            for precisions in possible_precisions(held, layer.num_key_value_heads):
                 share = high_share if held.selects else float(precisions[0] == held.high)
                 total += _head_bytes(layer, tokens, held, share, size, self.limit)
         return total

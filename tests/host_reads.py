@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_diffkv.cache.attention import attend_at
-from hf_diffkv.cache.layer import layer_of
+from hf_diffkv.cache.handles import layer_of
 from hf_diffkv.ops.softmax import Softmax
 
 READS = {

@@ -149,7 +149,7 @@ def captured() -> Iterator[dict[int, Captured]]:
     attend = DiffKVLayer.attend
 
     def spy(self: DiffKVLayer, query: Tensor, softmax: Softmax, valid: Tensor | None = None, *masks: Any) -> Tensor:
-        [(key, value)] = self.pending
+        key, value = self.pending
         output = attend(self, query, softmax, valid, *masks)
         layer = seen.setdefault(self.index, Captured())
         layer.add(query, key, value, valid, output)

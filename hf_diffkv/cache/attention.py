@@ -22,7 +22,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from ..ops.softmax import Softmax
 from .dense import dense_attention
 from .errors import HandOverError
-from .layer import DEFERRED, LAYER_TAG, DiffKVLayer, awaiting_layers, layer_of
+from .handles import awaiting_layers, layer_of
+from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
 
 # attribute of a causal mask with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
@@ -254,7 +255,7 @@ def attend(
         states: query, key and value, with the shapes of these methods.
         mask: mask that the attention function was given.
         order: tensor shared by the layers of a cache, never read.
-        handle: int64 [1], from `layer.new_handle`.
+        handle: int64 [1], from `handles.new_handle`.
         reads: whether this layer reads the keys and values of an earlier layer of the model, whose mask it shares.
         scaling, softcap: factor of the logits, and bound of their soft capping or None.
     """

@@ -20,7 +20,7 @@ from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
-from .layer import DiffKVLayer, LayerPart
+from .layer import DiffKVLayer
 from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
 from .resolve import config_of, moments_for, resolve_config
@@ -76,19 +76,11 @@ class DiffKVCache(OtherStates, Cache):
         self.held_tokens = HeldTokens()
         self._compressed_layers = compressed
         self._first_compressed = compressed[0] if compressed else -1
-        for layer_idx, layer in self._new_layers().items():
-            layers[layer_idx] = layer
+        for index, layer_idx in enumerate(compressed):
+            layers[layer_idx] = DiffKVLayer(self.stores, index, layer_idx, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
         self._note_layers()
         self._find_moments(model)
-
-    def _new_layers(self) -> dict[int, DiffKVLayer]:
-        """Makes empty compressed layers for the current head groups, by index in the model."""
-        made = {}
-        for index, layer_idx in enumerate(self._compressed_layers):
-            groups = [place for place, group in enumerate(self.stores.groups) if group.layer == index]
-            made[layer_idx] = DiffKVLayer(self.stores, groups, layer_idx, len(self._readers.get(layer_idx, ())))
-        return made
 
     def _note_layers(self) -> None:
         """Notes with which layer a forward ends."""
@@ -122,7 +114,7 @@ class DiffKVCache(OtherStates, Cache):
         """
         self._check_picked_up()
         layer = self.layers[layer_idx]
-        if self.stores.awaited is not None and layer_idx <= self._layer_of(self.stores.awaited):
+        if self.stores.awaited is not None and layer_idx <= self._compressed_layers[self.stores.awaited]:
             self.stores.check_read()
         # else the host does not see this forward
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
@@ -158,7 +150,7 @@ class DiffKVCache(OtherStates, Cache):
     def _check_picked_up(self) -> None:
         if self.stores.pending is not None:
             raise HandOverError(
-                f"layer {self._layer_of(self.stores.pending)} gave keys and values to DiffKVCache but its "
+                f"layer {self._compressed_layers[self.stores.pending]} gave keys and values to DiffKVCache but its "
                 'attention function never picked them up. Call model.set_attn_implementation("diffkv") before you call '
                 "the model yourself (generate() sets attention back when it returns); if that is done, this "
                 "model changes keys or values after caching them and cannot "
@@ -187,29 +179,19 @@ class DiffKVCache(OtherStates, Cache):
             ValueError: the model, or its query moments, have other layers than the model this cache was made for.
         """
         self.check_layers(model)
-        if self.stores.share_heads(TensorParallel.of(model)):
-            for layer_idx, layer in self._new_layers().items():
-                self.layers[layer_idx] = layer
+        self.stores.tensor_parallel = TensorParallel.of(model)
         for layer_idx, readers in self._readers.items():
             layer = self.layers[layer_idx]
             if isinstance(layer, DiffKVLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
-                self.stores.kept_dense.update(part.index for part in layer.parts)
+                self.stores.kept_dense.add(layer.index)
                 self.layers[layer_idx] = DynamicLayer()
-        self.stores.attach(model, [self._layer_of(index) for index in range(self.stores.num_layers)])
+        self.stores.attach(model, self._compressed_layers)
         self._note_layers()
         self._find_moments(model)
 
     def compressed_layers(self) -> list[int]:
         """Returns the indices of the compressed layers."""
         return [i for i, layer in enumerate(self.layers) if isinstance(layer, DiffKVLayer)]
-
-    def placed(self) -> list[LayerPart]:
-        """Returns the layer part of each head group (`Stores.groups`), in order; some layers have two."""
-        return [part for layer in self.layers if isinstance(layer, DiffKVLayer) for part in layer.parts]
-
-    def _layer_of(self, index: int) -> int:
-        """Returns the index in the model of the layer of a head group."""
-        return self._compressed_layers[self.stores.groups[index].layer]
 
     @reports
     def memory(self) -> MemoryReport:
@@ -223,7 +205,7 @@ class DiffKVCache(OtherStates, Cache):
         Under tensor parallelism, here and below, kv_heads counts this rank's heads.
         """
         layer = self._filled_layer(layer_idx)
-        return layer.together([levels(part.store, part.slot) for part in layer.parts])
+        return levels(layer.store, layer.slot)
 
     @reports
     def dequantize(self, layer_idx: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,29 +216,23 @@ class DiffKVCache(OtherStates, Cache):
             tokens are stored, bool [batch, kv_heads, seen].
         """
         layer = self._filled_layer(layer_idx)
-        tokens = [read_tokens(part.store, part.slot) for part in layer.parts]
-        keys, values, mask = map(layer.together, zip(*((each.keys, each.values, each.mask) for each in tokens)))
-        return keys, values, mask
+        tokens = read_tokens(layer.store, layer.slot)
+        return tokens.keys, tokens.values, tokens.mask
 
     @reports
     def significance(self, layer_idx: int | None = None) -> Tensor:
         """Returns significance, float32 [batch, kv_heads, seen]: attention each token received from later queries.
 
-        It is NaN for heads with a fixed precision in a layer whose other heads choose levels by significance.
-
         Raises:
             ValueError: no level in this layer depends on significance, so none is kept.
         """
         layer = self._filled_layer(layer_idx)
-        # under tensor parallelism the heads that choose levels may belong to another rank
-        if self.stores.groups[layer.index].heads is None and not layer.store.layout.selects:
+        if not layer.store.layout.selects:
             raise ValueError(
                 f"layer {layer_idx} of this cache keeps no significance, as every token of a head has one precision; "
                 "give DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
             )
-        scores = [(part.store, read_tokens(part.store, part.slot).score) for part in layer.parts]
-        parts = [score if store.layout.selects else torch.full_like(score, torch.nan) for store, score in scores]
-        return layer.together(parts)
+        return read_tokens(layer.store, layer.slot).score
 
     @between_forwards
     def check_integrity(self) -> None:
@@ -464,8 +440,7 @@ class DiffKVCache(OtherStates, Cache):
             raise
         for layer in self.layers:
             if isinstance(layer, DiffKVLayer):
-                for part in layer.parts:
-                    part.see(0 if part.store is None else tokens_to_remove)
+                layer.see(0 if layer.store is None else tokens_to_remove)
             elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
                 layer.crop(tokens_to_remove)
         self.held_tokens.crop(seen, -tokens_to_remove)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import weakref
-from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,17 +12,30 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.softmax import Softmax
-from ..store import Store, attend_token, read_tokens
+from ..store import (
+    Read,
+    Recorded,
+    SharedRecording,
+    SharedStep,
+    SharedTokens,
+    Store,
+    attend_recorded,
+    attend_token,
+    attend_tokens,
+    begin_forward,
+    check_finite,
+    hide_tokens,
+    read_tokens,
+)
+from ..store.state import reads_are_free
+from .awaited import AwaitedTokens
 from .errors import HandOverError, NotCapturableError
-from .layer_part import AwaitedTokens, LayerPart, SplitHeads
+from .handles import new_handle
 from .stores import Stores, between_forwards
 
 LAYER_TAG = "_diffkv_layer"
 # marks keys that their layer does not know of yet
 DEFERRED = "_diffkv_deferred"
-# layers by number: a compiled graph identifies a layer by a number, passed as a tensor
-_numbers = itertools.count(1)
-_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
@@ -52,15 +62,14 @@ class DiffKVLayer(CacheLayerMixin):
 
     Args:
         stores: shared by all layers of the cache.
-        groups: indices in `Stores.groups` of the layer's head groups.
+        index: index of the layer among the model's compressed layers.
         layer_idx: index of the layer in the model.
         readers: number of later layers of the model that also read its keys and values.
 
     Attributes:
-        index: index of the first head group.
         is_last: whether no layer of the cache comes after it.
-        parts: one part per head group, which takes the group's tokens.
-        pending: keys and values of each group until their queries come.
+        store, slot: the layer's store and its slot there; None and -1 before the first tokens.
+        pending: keys and values until their queries come.
         awaited: the forward's tokens until all readers have attended to them.
         handle: number under which compiled graphs find the layer, int64 [1].
     """
@@ -69,34 +78,29 @@ class DiffKVLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, stores: Stores, groups: Sequence[int], layer_idx: int, readers: int = 0) -> None:
+    def __init__(self, stores: Stores, index: int, layer_idx: int, readers: int = 0) -> None:
         # not `CacheLayerMixin.__init__`, which sets attributes that are properties here
-        self.stores, self.readers, self.index, self.layer_idx = stores, readers, groups[0], layer_idx
+        self.stores, self.readers, self.index, self.layer_idx = stores, readers, index, layer_idx
         self.is_last = False
-        self.parts = [LayerPart(stores, index, readers) for index in groups]
-        # parts that begin together: all if later layers read the tokens; else a group begins after the previous one has
-        # attended, so that an error in the first can be undone
-        self._at_once = self.parts if readers else self.parts[:1]
-        self._heads = SplitHeads([stores.groups[index] for index in groups]) if len(groups) > 1 else None
-        self.pending: list[tuple[Tensor, Tensor]] | None = None
-        self._shape: torch.Size | None = None
+        self.store: Store | None = None
+        self.slot = -1
+        self.pending: tuple[Tensor, Tensor] | None = None
         self.awaited: AwaitedTokens | None = None
         self.handle = new_handle(self)
-
-    @property
-    def store(self) -> Store | None:
-        """Store of the first head group; None while the layer is empty."""
-        return self.parts[0].store
 
     @property
     def seen(self) -> int:
         """Number of logical tokens seen, padding and pruned tokens included."""
         return self.stores.seen[self.index]
 
+    def see(self, tokens: int) -> None:
+        """Adds `tokens` to the tokens seen; negative numbers subtract."""
+        self.stores.seen[self.index] += tokens
+
     @property
     def is_initialized(self) -> bool:
-        """Whether every head group has a place in a store; the last group gets its place last."""
-        return self.parts[-1].store is not None
+        """Whether the layer has a place in a store."""
+        return self.store is not None
 
     @property
     def keys(self) -> Tensor | None:
@@ -112,27 +116,16 @@ class DiffKVLayer(CacheLayerMixin):
     def _dense(self, name: str) -> Tensor | None:
         if not self.is_initialized:
             return None
-        held = [getattr(read_tokens(part.store, part.slot), name).to(part.store.dtype) for part in self.parts]
-        return self.together(held)
-
-    def _by_part(self, softmax: Softmax, *tensors: Tensor) -> Iterable[tuple]:
-        """Splits tensors of all heads by part, each with the softmax of its query heads."""
-        if self._heads is None:
-            return [(self.parts[0], *tensors, softmax)]
-        return zip(self.parts, *map(self._heads.apart, tensors), self._heads.softmaxes(softmax))
-
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """Joins the parts' tensors to one of all heads, [batch, heads, ...]."""
-        return parts[0] if self._heads is None else self._heads.together(parts)
+        return getattr(read_tokens(self.store, self.slot), name).to(self.store.dtype)
 
     def __getattr__(self, name: str) -> Any:
         # `Cache.batch_size` expects layers without data to lack the attribute
-        if name == "batch_size" and "parts" in self.__dict__ and self.store is not None:
+        if name == "batch_size" and self.__dict__.get("store") is not None:
             return self.store.batch_size
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: parts get their places with their first tokens."""
+        """Does nothing: a layer gets its place with its first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Announces new tokens.
@@ -175,12 +168,7 @@ class DiffKVLayer(CacheLayerMixin):
             self.stores.check_usable()
             key, value = _as_attended(key_states, value_states)
             with self._in_step(key.device, self._may_fail_alone(key.shape[2])):
-                pending = [(key, value)]
-                if self._heads is not None:
-                    self._heads.check(key.shape[1])
-                    pending = list(zip(self._heads.apart(key), self._heads.apart(value)))
-                for part, given in zip(self._at_once, pending):
-                    part.begin(*given)
+                self._begin(key, value)
         except MemoryError:
             # work of other layers or ranks for this forward cannot be undone from here
             self.stores.broken |= self.stores.tensor_parallel.size > 1 or not self.stores.starts_forward(self.index)
@@ -189,10 +177,38 @@ class DiffKVLayer(CacheLayerMixin):
         except BaseException:
             self.stores.turns.end()
             raise
-        for part in self._at_once:
-            part.see(key.shape[2])
-        self.pending, self._shape, self.stores.pending = pending, key.shape, self.index
+        self.see(key.shape[2])
+        self.pending, self.stores.pending = (key, value), self.index
         return _tagged(key_states, value_states, self)
+
+    def _begin(self, key: Tensor, value: Tensor) -> None:
+        """Allocates a slot if needed, and starts the forward if this is its first layer."""
+        tokens = key.shape[2]
+        if self.store is None:
+            self.stores.check_place(tokens)
+            self.store, self.slot = self.stores.place(self.index, key, value)
+        self._check(key, value)
+        if self.store.seen == self.seen:
+            if self.stores.starts_forward(self.index):
+                self.stores.begin(tokens)
+            else:
+                begin_forward(self.store, tokens)
+        self.stores.share_budget(self.store)
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        store = self.store
+        expected = (store.batch_size, store.num_heads, store.key_dim, store.value_dim)
+        given = (key.shape[0], key.shape[1], key.shape[3], value.shape[3])
+        if given[0] != expected[0]:
+            raise ValueError(
+                f"this cache holds {expected[0]} sequences but the model was called with {given[0]}; use a new "
+                "DiffKVCache for another batch, or call batch_repeat_interleave or batch_select_indices first."
+            )
+        if given != expected or key.dtype != store.dtype or key.device != store.device:
+            raise ValueError(
+                f"this cache was made for (batch, heads, key_dim, value_dim)={expected}, {store.dtype} on "
+                f"{store.device} but got {given}, {key.dtype} on {key.device}; use a new DiffKVCache."
+            )
 
     def _may_fail_alone(self, tokens: int) -> bool:
         """Returns whether `update` can fail on one rank and not on another."""
@@ -235,7 +251,7 @@ class DiffKVLayer(CacheLayerMixin):
         alone = self.stores.recording or tokens > 1 or self.seen == tokens
         try:
             with self._in_step(query.device, alone):
-                return self._store_pending(query, softmax, valid, mask, shown)
+                return self._attend(query, softmax, valid, mask, shown)
         except BaseException:
             self.pending = self.stores.pending = None
             self._forget_awaited()
@@ -244,26 +260,73 @@ class DiffKVLayer(CacheLayerMixin):
             self.stores.turns.end()
             raise
 
-    def _store_pending(
+    def _attend(
         self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None
     ) -> Tensor:
-        """Runs `attend` for one head group after another, without error handling."""
-        pending, self.pending, self.stores.pending = self.pending, None, None
-        outputs: list[Tensor] = []
-        for given, (part, own_query, own_softmax) in zip(pending, self._by_part(softmax, query)):
-            try:
-                if part not in self._at_once:
-                    part.begin(*given)
-                    part.see(query.shape[2])
-                part.hide(*given, valid, shown)
-                outputs.append(part.attend(own_query, *given, own_softmax, valid, mask))
-            except BaseException:
-                # tokens stored by earlier groups cannot be taken back
-                self.stores.broken |= bool(outputs)
-                raise
-        if self.readers:
-            self.awaited, self.stores.awaited = AwaitedTokens(self._shape, self.readers), self.index
-        return self.together(outputs)
+        """Runs `attend` without error handling."""
+        (key, value), self.pending, self.stores.pending = self.pending, None, None
+        self._hide(key, value, valid, shown)
+        store, tokens = self.store, key.shape[2]
+        given, query = query.dtype, query.to(key.dtype)
+        inputs = (store, self.slot, query, key, value)
+        shared = None
+        with torch.no_grad():
+            if self.readers:
+                shared = self._share(key, value, valid, mask)
+                output = shared.attend(query, False, softmax)
+            elif store.recording:
+                output = attend_recorded(store, self.slot, Recorded(key, value, valid, mask, (Read(query, softmax),)))
+            elif tokens == 1 and self.seen > 1:
+                output = attend_token(*inputs, softmax, None if valid is None else valid[:, 0])
+            else:
+                output = attend_tokens(*inputs, softmax, valid, mask)
+        if store.padding.length < self.seen:
+            store.padding.append(tokens, valid)
+        if shared is not None:
+            self.awaited, self.stores.awaited = AwaitedTokens(key.shape, shared, self.readers), self.index
+        return output.to(given)
+
+    def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
+        """Drops the tokens that the mask hides from now on, before the store's first layer attends.
+
+        On devices other than a CPU, a step of one token is compared without synchronizing, and the store raises the
+        error within a few steps.
+
+        Args:
+            key, value: the new tokens' keys and values.
+            valid: bool [batch, tokens], which new tokens are real; None if all are.
+            shown: bool [batch, past], past tokens that are visible; None if all are.
+
+        Raises:
+            ValueError: the mask shows a token that was padding or hidden before, or new keys or values are not finite.
+        """
+        store = self.store
+        same = store.padding.equals(shown) if store.padding.length < self.seen else None
+        if same is None:
+            return
+        if key.shape[2] == 1 and not store.recording and not reads_are_free(store.device):
+            store.changed_past |= ~same
+            return
+        if bool(same):
+            return
+        if shown is None or bool((shown & ~store.padding.mask()).any()):
+            raise ValueError(
+                "the attention mask shows tokens that were padding or hidden before, whose keys and values this cache "
+                "does not hold; pass an attention_mask with 0 wherever earlier ones had it, or use a new cache."
+            )
+        check_finite(store, key, value, valid)
+        hide_tokens(store, shown)
+
+    def _share(
+        self, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
+    ) -> SharedStep | SharedTokens | SharedRecording:
+        """Wraps new tokens that later layers also read. Raises `ValueError` if keys or values are not finite."""
+        inputs = (self.store, self.slot, key, value)
+        if self.store.recording:
+            return SharedRecording(*inputs, valid, mask, self.readers)
+        if key.shape[2] == 1 and self.seen > 1:
+            return SharedStep(*inputs, None if valid is None else valid[:, 0])
+        return SharedTokens(*inputs, valid, mask)
 
     def expect(self, mask: Tensor | None) -> None:
         """Notes the attention mask of the tokens just attended, which later readers must have too."""
@@ -290,9 +353,8 @@ class DiffKVLayer(CacheLayerMixin):
         if self.stores.rehearsing:
             return query.new_zeros(*query.shape[:3], value.shape[3])
         valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
-        inputs = self._by_part(softmax, query.to(key.dtype), key, value)
-        outputs = [attend_token(part.store, part.slot, *given, valid) for part, *given in inputs]
-        return self.together(outputs).to(query.dtype)
+        inputs = (query.to(key.dtype), key, value)
+        return attend_token(self.store, self.slot, *inputs, softmax, valid).to(query.dtype)
 
     def read(self, query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
         """Attends for a later layer that reads the keys and values of this one.
@@ -326,8 +388,8 @@ class DiffKVLayer(CacheLayerMixin):
                 last = awaited.left == 0
                 if last:
                     self.awaited = self.stores.awaited = None
-                inputs = self._by_part(softmax, query)
-                return self.together([part.read(own, own_softmax, last) for part, own, own_softmax in inputs])
+                with torch.no_grad():
+                    return awaited.tokens.attend(query.to(self.store.dtype), last, softmax).to(query.dtype)
         except BaseException:
             self.give_up()
             raise
@@ -341,14 +403,16 @@ class DiffKVLayer(CacheLayerMixin):
     def _forget_awaited(self) -> None:
         """Cancels outstanding reads."""
         self.awaited = self.stores.awaited = None
-        for part in self.parts:
-            part.shared = None
+
+    def restore(self, seen: int) -> None:
+        """Takes the place that was assigned while loading, with `seen` tokens."""
+        self.store, self.slot = self.stores.place_of(self.index)
+        self.stores.seen[self.index] = seen
 
     def reset(self) -> None:
         """Forgets all tokens. The cache drops the stores themselves."""
-        self.pending = self.awaited = None
-        for part in self.parts:
-            part.reset()
+        self.pending = self.awaited = self.store = None
+        self.slot, self.stores.seen[self.index] = -1, 0
 
     def __deepcopy__(self, memo: dict) -> DiffKVLayer:
         twin = type(self).__new__(type(self))
@@ -399,20 +463,3 @@ class DiffKVLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise NotImplementedError("call batch_select_indices on the DiffKVCache: its layers share one store.")
-
-
-def new_handle(layer: Any) -> Tensor:
-    """Assigns a number, int64 [1] on the CPU, under which compiled graphs find `layer` while it lives."""
-    number = next(_numbers)
-    _layers[number] = layer
-    return torch.tensor([number])
-
-
-def layer_of(handle: Tensor) -> Any:
-    """Returns the layer to which `new_handle` gave this number."""
-    return _layers[int(handle)]
-
-
-def awaiting_layers() -> list[Any]:
-    """Returns the layers, of all caches, whose keys and values later layers have yet to read."""
-    return [layer for layer in list(_layers.values()) if layer.awaited is not None]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config.head_groups import gathered
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
 from .snapshot import CacheContents
@@ -123,25 +122,22 @@ def memory_report(cache: CacheContents) -> MemoryReport:
     dense = 0
     bits = dict.fromkeys(counts, 0)
     for layer_idx in cache.compressed_layers():
-        parts = [part for part in cache.layers[layer_idx].parts if part.store is not None]
-        of_parts = []
-        for part in parts:
-            store, held, slot = part.store, counts[id(part.store)], part.slot
-            high, low, window = (t[slot] for t in (held.high, held.low, held.window))
-            pruned = held.seen[slot][:, None] - high - low - window
-            of_parts.append([*(t.sum(0).tolist() for t in (high, low, window, pruned)), _precisions(store, slot)])
-            token = _dense_token_bytes(store)
-            dense += int(held.seen[slot].sum()) * store.num_heads * token
-            for stored, size in (
-                (window, 8 * token),
-                (high, store.layout.high.payload_bits),
-                (low, store.layout.low.payload_bits),
-            ):
-                bits[id(store)] += int(stored.sum()) * size
-        if parts:
-            groups = [cache.stores.groups[part.index] for part in parts]
-            *levels, precisions = (tuple(gathered(groups, of_each)) for of_each in zip(*of_parts))
-            layers.append(LayerReport(layer_idx, **dict(zip(LEVEL_CODES, levels)), precisions=precisions))
+        store, slot = cache.layers[layer_idx].store, cache.layers[layer_idx].slot
+        if store is None:
+            continue
+        held = counts[id(store)]
+        high, low, window = (t[slot] for t in (held.high, held.low, held.window))
+        pruned = held.seen[slot][:, None] - high - low - window
+        token = _dense_token_bytes(store)
+        dense += int(held.seen[slot].sum()) * store.num_heads * token
+        for stored, size in (
+            (window, 8 * token),
+            (high, store.layout.high.payload_bits),
+            (low, store.layout.low.payload_bits),
+        ):
+            bits[id(store)] += int(stored.sum()) * size
+        levels = (tuple(t.sum(0).tolist()) for t in (high, low, window, pruned))
+        layers.append(LayerReport(layer_idx, **dict(zip(LEVEL_CODES, levels)), precisions=_precisions(store, slot)))
     tightened = [store for store in stores if store.tightening]
     return MemoryReport(
         compressed_bytes=sum(store.bytes for store in stores),
@@ -171,7 +167,7 @@ def in_short(cache: CacheContents) -> str:
     if not stores:
         return f"empty, {layers}"
     batch, held, other = stores[0].batch_size, held_bytes(cache), _stock_bytes(cache)
-    filled = (part.store for part in cache.placed())
+    filled = (cache.layers[layer_idx].store for layer_idx in compressed)
     token = sum(store.num_heads * _dense_token_bytes(store) for store in filled if store is not None)
     dense = batch * tokens * token + other
     requests = "1 request" if batch == 1 else f"{batch} requests"

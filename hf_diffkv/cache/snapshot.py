@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..config.head_groups import same_pages
+from ..config.layers import same_pages
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store import KVHeads, Store, settle
@@ -40,9 +40,6 @@ class CacheContents(Protocol):
 
     def compressed_layers(self) -> list[int]:
         """Returns the indices of the compressed layers."""
-
-    def placed(self) -> list[Any]:
-        """Returns the layer part of each head group (`Stores.groups`), in order; some layers have two."""
 
     def levels(self, layer_idx: int) -> Tensor:
         """Returns levels, int8 [batch, kv_heads, seen], like `DiffKVCache.levels`."""
@@ -99,12 +96,12 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
     with cache.stores.between_forwards():
         cache.check_handover()
         cache.stores.check_complete()
-        places = {
-            part.index: (cache.stores.all.index(part.store), part.slot, part.seen)
-            for part in cache.placed()
-            if part.store is not None
-        }
         compressed = cache.compressed_layers()
+        places = {
+            layer.index: (cache.stores.all.index(layer.store), layer.slot, layer.seen)
+            for layer in (cache.layers[layer_idx] for layer_idx in compressed)
+            if layer.store is not None
+        }
         others = {index: layer for index, layer in enumerate(cache.layers) if index not in compressed}
         return _snapshot(cache.stores.all, places, others, cache.config, cache.model_fingerprint, weights)
 
@@ -136,7 +133,7 @@ def _snapshot(
     model: str,
     weights: str | None,
 ) -> Snapshot:
-    """Copies stores and other layers; `places`: index of the store, slot in it and tokens seen, by head group."""
+    """Copies stores and other layers; `places`: index of the store, slot in it and tokens seen, by compressed layer."""
     tensors: dict[str, Tensor] = {}
     content = {
         "model": model,
@@ -174,23 +171,22 @@ def restore_snapshot(
     if configuration_of(model) is not model:
         cache.attach(model)
     # layers that shared a store may run on several devices now
-    groups: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
-    compressed, placed = cache.compressed_layers(), {part.index: part for part in cache.placed()}
+    together: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
+    layers = {cache.layers[layer_idx].index: cache.layers[layer_idx] for layer_idx in cache.compressed_layers()}
     if any(int(index) in cache.stores.absent for index in content["places"]):
         raise CacheFileError(
             "the saved cache holds layers that are not in this process, or that layers on another device read; under "
             "pipeline parallelism save and load with a folder for each rank."
         )
     for index, (store, slot, seen) in content["places"].items():
-        layer_idx = compressed[cache.stores.groups[int(index)].layer]
-        device = devices.get(layer_idx, other_device)
-        groups.setdefault((store, device), []).append((int(index), slot, seen))
-    for (number, device), places in groups.items():
+        device = devices.get(layers[int(index)].layer_idx, other_device)
+        together.setdefault((store, device), []).append((int(index), slot, seen))
+    for (number, device), places in together.items():
         store = _restore_store(cache.stores, content["stores"][number], number, tensors, places, device)
         for position, (index, _, seen) in enumerate(places):
             store.place_layer(position, index)
             cache.stores.assign(index, store, position)
-            placed[index].restore(seen)
+            layers[index].restore(seen)
     for layer_idx, described in content["stock_layers"].items():
         device = devices.get(int(layer_idx), other_device)
         _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors, device)
@@ -263,8 +259,8 @@ def _restore_store(
     layers, slots = [index for index, _, _ in places], [slot for _, slot, _ in places]
     dims = {name: described[name] for name in ("num_heads", "key_dim", "value_dim")}
     heads = KVHeads(**dims, dtype=getattr(torch, described["dtype"]), device=device)
-    groups = [stores.groups[layer] for layer in layers]
-    if any(not same_pages(group.config, groups[0].config) for group in groups):
+    configs = [stores.configs[layer] for layer in layers]
+    if any(not same_pages(config, configs[0]) for config in configs):
         raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")
     store = stores.make_store(layers[0], len(slots), described["batch_size"], heads)
     if described["page_bytes"] != store.layout.page_bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..config.head_groups import HeadGroup, head_groups, same_pages
+from ..config.layers import layer_configs, same_pages
 from ..heads.query_moments import QueryMoments
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from .devices import TensorParallel, absent_layers, layer_devices
@@ -46,18 +46,8 @@ def reports(method: MethodT) -> MethodT:
     return cast(MethodT, report)
 
 
-def wrong_heads(layer: int, given: int, heads: int) -> ValueError:
-    """Returns the error for `given` entries of `head_precisions` in a layer with `heads` KV heads here."""
-    return ValueError(
-        f"head_precisions[{layer}] has {given} entries but the layer has {heads} KV heads here; give {heads}, or under "
-        "tensor parallelism call cache.attach(model) first."
-    )
-
-
 class Stores:
     """All stores of one cache.
-
-    A layer, here and below, is a head group (`head_groups`): usually a whole layer.
 
     Args:
         config: the user's configuration.
@@ -65,8 +55,7 @@ class Stores:
         max_positions: maximum number of tokens of a request; None if unknown.
 
     Attributes:
-        groups: head groups of this process.
-        num_layers: number of these groups.
+        configs: configuration of each layer (`DiffKVConfig.of_layer`).
 
     Raises:
         ValueError: thresholds or precisions are given for another number of layers.
@@ -74,17 +63,15 @@ class Stores:
 
     def __init__(self, config: DiffKVConfig, num_layers: int, max_positions: int | None = None) -> None:
         self.config = config
-        self.model_layers = num_layers
+        self.configs = layer_configs(config, num_layers)
+        self.num_layers = num_layers
         self.max_positions = max_positions
         self.all: list[Store] = []
-        # moments of the model's queries by group, if known; stores read them
+        # moments of the model's queries, if known; stores read them
         self.moments: QueryMoments | None = None
-        # moments of whole layers
-        self._moments: QueryMoments | None = None
         # logical tokens seen by each layer; the layers refer to this object, which must not refer back to them, or a
         # dropped cache would keep its memory until Python's garbage collector runs
-        self.seen: list[int] = []
-        self.set_groups(head_groups(config, num_layers))
+        self.seen = [0] * num_layers
         self.recording = False
         # set while a decode step is being captured (graphs.py)
         self.capturing = False
@@ -110,36 +97,6 @@ class Stores:
         self.kept_dense: set[int] = set()
         self._places: dict[int, tuple[Store, int]] = {}
 
-    def set_groups(self, groups: Sequence[HeadGroup]) -> None:
-        """Sets the head groups; the cache must be empty."""
-        self.groups, self.num_layers = tuple(groups), len(groups)
-        self.seen[:] = [0] * len(groups)
-        if self._moments is not None:
-            self.use_moments(self._moments)
-
-    def share_heads(self, parallel: TensorParallel) -> bool:
-        """Notes the ranks that split the heads.
-
-        Returns:
-            Whether the head groups changed, which is possible only while the cache is empty.
-
-        Raises:
-            ValueError: heads cannot be split so, or the groups would change while the cache holds tokens.
-        """
-        self.tensor_parallel = parallel
-        if not self.config.is_split:
-            return False
-        groups = head_groups(self.config, self.model_layers, parallel.rank, parallel.size)
-        if groups == self.groups:
-            return False
-        if self.all:
-            raise ValueError(
-                "some layers have heads with a precision beside heads without, so the ranks of tensor parallelism must "
-                "be known before the first forward; call cache.attach(model) then."
-            )
-        self.set_groups(groups)
-        return True
-
     def attach(self, model: Any, compressed_layers: list[int]) -> None:
         """Notes on which devices `model` runs.
 
@@ -159,17 +116,15 @@ class Stores:
         Raises:
             ValueError: the moments belong to another model.
         """
-        moments.check_layers(self.model_layers)
-        whole, moments = moments, moments.of_groups([(group.layer, group.model_heads) for group in self.groups])
+        moments.check_layers(self.num_layers)
         for index, (store, _) in self._places.items():
             self._check_moments(moments, index, store)
-        self.moments, self._moments = moments, whole
+        self.moments = moments
         for store in self.all:
             store.moments = moments
 
     def _check_moments(self, moments: QueryMoments, index: int, store: Store) -> None:
-        measured = self.groups[index].measured(store.num_heads, self.tensor_parallel.size)
-        moments.check_layer(index, measured, store.key_dim)
+        moments.check_layer(index, self.tensor_parallel.size * store.num_heads, store.key_dim)
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
         """Assigns a layer to a store that fits its keys and values, and makes the store if needed.
@@ -187,9 +142,7 @@ class Stores:
             )
         batch, heads = key.shape[0], KVHeads(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         config = self.of_layer(index, key.shape[1])
-        first_head = self.groups[index].first_head(heads.num_heads, self.tensor_parallel.rank)
-        fits = (store for store in self.all if self._fits(store, batch, heads, config))
-        store = next((store for store in fits if store.first_head == first_head), None)
+        store = next((store for store in self.all if self._fits(store, batch, heads, config)), None)
         used = 0 if store is None else self._used(store)
         if store is None:
             held = self.all[0].batch_size if self.all else batch
@@ -207,9 +160,9 @@ class Stores:
 
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
-        first_head = self.groups[index].first_head(heads.num_heads, self.tensor_parallel.rank)
+        first_head = self.tensor_parallel.rank * heads.num_heads
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
-        store = Store(self.groups[index].config, layers, batch_size, heads, **sizes)
+        store = Store(self.configs[index], layers, batch_size, heads, **sizes)
         store.moments = self.moments
         return store
 
@@ -234,7 +187,7 @@ class Stores:
     def _layers_to_come(self, device: torch.device, index: int) -> int:
         """Counts the layers without a place that may need one on `device`, with pages like those of layer `index`."""
         open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
-        alike = [layer for layer in open_layers if self.groups[layer].goes_with(self.groups[index])]
+        alike = [layer for layer in open_layers if same_pages(self.configs[layer], self.configs[index])]
         if self.devices is not None:
             alike = [layer for layer in alike if self.devices[layer] == device]
         return max(1, len(alike))
@@ -245,11 +198,13 @@ class Stores:
         Raises:
             ValueError: the configuration has precisions for another number of heads.
         """
-        group, layers = self.groups[index], self.config.head_precisions
-        chosen = None if layers is None or group.heads is not None else layers[group.layer]
+        chosen = None if self.config.head_precisions is None else self.config.head_precisions[index]
         if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:
-            raise wrong_heads(group.layer, len(chosen), heads)
-        return group.config
+            raise ValueError(
+                f"head_precisions[{index}] has {len(chosen)} entries but the layer has {heads} KV heads here; give "
+                f"{heads}, or under tensor parallelism call cache.attach(model) first."
+            )
+        return self.configs[index]
 
     def starts_forward(self, index: int) -> bool:
         """Returns whether this layer is the first of a forward: no other layer has seen more tokens."""

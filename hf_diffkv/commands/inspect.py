@@ -101,12 +101,11 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
 
 def _pages(config: Any, layers: list[Any], element_bytes: int, limit: int | None) -> list[dict[str, Any]]:
     """Returns, for each kind of page and level, the bytes per token and KV head, and the number of heads."""
-    from ..config.head_groups import head_groups
+    from ..config.layers import layer_configs, possible_precisions
     from ..pages import PageLayout
 
     kinds: dict[tuple, dict[str, Any]] = {}
-    for group in head_groups(config, len(layers)):
-        layer, of_layer = layers[group.layer], group.config
+    for layer, of_layer in zip(layers, layer_configs(config, len(layers))):
         layout = PageLayout.of(of_layer, layer.key_dim, layer.value_dim, element_bytes, limit)
         dense = (layer.key_dim + layer.value_dim) * element_bytes
         kind = kinds.setdefault(
@@ -114,7 +113,7 @@ def _pages(config: Any, layers: list[Any], element_bytes: int, limit: int | None
             {"dense_token_bytes": dense, "page_bytes": layout.page_bytes, "levels": {}},
         )
         for name, precision, tier in (("high", of_layer.high, layout.high), ("low", of_layer.low, layout.low)):
-            count = sum(precision in found for found in group.precisions(layer.num_key_value_heads))
+            count = sum(precision in found for found in possible_precisions(of_layer, layer.num_key_value_heads))
             # if both levels have the same precision, all tokens are high
             if not count or (name == "low" and of_layer.high == of_layer.low):
                 continue

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Union
 
 from ..precision import Precision, as_precision, is_integer
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
-HeadPrecisions = tuple[Union[tuple[Union[Precision, None], ...], None], ...]
+HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
 UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 # a smaller number without a unit is taken for a forgotten unit
@@ -60,23 +60,26 @@ def as_head_precisions(value: Any) -> HeadPrecisions | None:
             f"head_precisions={value!r} must have an entry for each compressed layer: a list with the precision of "
             "each KV head, or None."
         )
-    layers: list[tuple[Precision | None, ...] | None] = []
+    layers: list[tuple[Precision, ...] | None] = []
     for index, layer in enumerate(value):
         if layer is not None and (not isinstance(layer, (list, tuple)) or not layer):
             raise ValueError(f"head_precisions[{index}]={layer!r} must list the precision of each KV head, or be None.")
         name = f"head_precisions[{index}]"
-        found = None if layer is None else tuple(None if one is None else as_precision(name, one) for one in layer)
         # a layer without any precision is equivalent to None
-        layers.append(found if found is None or any(found) else None)
-        names = sorted({precision.full_name for precision in layers[-1] or () if precision is not None})
+        if layer is None or all(one is None for one in layer):
+            layers.append(None)
+            continue
+        if None in layer:
+            raise ValueError(
+                f"{name} has heads with a precision beside heads without: precisions and thresholds within one layer "
+                "were removed; give every head of the layer a precision, or make the entry None and give alpha_high "
+                "and alpha_low a number for each head."
+            )
+        layers.append(tuple(as_precision(name, one) for one in layer))
+        names = sorted({precision.full_name for precision in layers[-1] or ()})
         if len(names) > 2:
             raise ValueError(f"{name} has {len(names)} precisions ({', '.join(names)}); a layer can have two.")
     return tuple(layers)
-
-
-def splits(layer: Sequence[Any] | None) -> bool:
-    """Returns whether an entry of `head_precisions` gives some heads a precision and leaves others to thresholds."""
-    return layer is not None and None in layer and any(precision is not None for precision in layer)
 
 
 def paired(low: Any, high: Any) -> list[tuple[float, float]] | None:

@@ -25,7 +25,6 @@ from .checks import (
     checked_options,
     paired,
     payload_bits,
-    splits,
 )
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, preset_named
 
@@ -55,8 +54,8 @@ class DiffKVConfig:
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
         head_precisions: for each compressed layer the precision of each KV head, which all its tokens have, with at
-            most two precisions per layer. An entry None, for a head or a layer, applies `high`, `low` and thresholds
-            there. None applies them in every layer. `with_ratio` chooses this field.
+            most two precisions per layer. An entry None applies `high`, `low` and thresholds in that layer. None
+            applies them in every layer. `with_ratio` chooses this field.
         window: number of newest tokens of each request kept uncompressed in the model's dtype; at least 1.
         sinks: number of first tokens of each request that are also kept uncompressed and never pruned.
         policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
@@ -170,11 +169,6 @@ class DiffKVConfig:
             raise ValueError(f"head_precisions leave policy={self.policy!r} nothing to choose; leave one of them out.")
 
     @property
-    def is_split(self) -> bool:
-        """Whether some layer has heads with a fixed precision and heads with thresholds."""
-        return any(splits(layer) for layer in self.head_precisions or ())
-
-    @property
     def selects(self) -> bool:
         """Whether a token's level depends on its significance.
 
@@ -185,7 +179,7 @@ class DiffKVConfig:
         """
         if self.policy != "diffkv" or self.max_bytes is not None:
             return True
-        if self.head_precisions is not None and None not in self.head_precisions and not self.is_split:
+        if self.head_precisions is not None and None not in self.head_precisions:
             return False
         pairs = paired(self.alpha_low, self.alpha_high)
         return any(low > 0 or (0 < high < math.inf and self.high != self.low) for low, high in pairs or ())
@@ -202,7 +196,7 @@ class DiffKVConfig:
                 )
 
     def of_layer(self, index: int) -> DiffKVConfig:
-        """Returns the configuration of one compressed layer, whose heads form one group (`head_groups`).
+        """Returns the configuration of one compressed layer.
 
         Returns:
             A configuration without `head_precisions`, with thresholds as one number or one per KV head. If heads have
@@ -213,15 +207,14 @@ class DiffKVConfig:
             alphas = {name: getattr(self, name) for name in ("alpha_high", "alpha_low")}
             alphas = {name: value[index] if isinstance(value, tuple) else value for name, value in alphas.items()}
             return dataclasses.replace(self, head_precisions=None, **alphas)
-        precisions = tuple(precision for precision in chosen if precision is not None)
-        low, high = self._pair(precisions)
-        alpha_high = tuple(0.0 if precision == high else math.inf for precision in precisions)
+        low, high = self._pair(chosen)
+        alpha_high = tuple(0.0 if precision == high else math.inf for precision in chosen)
         fields: dict[str, Any] = {"high": high, "low": low, "alpha_high": alpha_high, "alpha_low": 0.0}
         return dataclasses.replace(self, head_precisions=None, **fields)
 
     def _pair(self, chosen: tuple[Precision, ...]) -> tuple[Precision, Precision]:
         """Returns low and high precision of a layer; a layer with one precision joins the first pair with it."""
-        layers = ({p for p in layer if p is not None} for layer in self.head_precisions or () if layer is not None)
+        layers = (set(layer) for layer in self.head_precisions or () if layer is not None)
         pairs = [layer for layer in layers if len(layer) == 2]
         mine = {*chosen}
         found = mine if len(mine) == 2 else next((pair for pair in pairs if mine <= pair), mine)

@@ -84,20 +84,6 @@ class QueryMoments:
         """KV heads and key_dim of each compressed layer."""
         return tuple((triangle.shape[0], _dim_of(triangle)) for triangle in self.triangles)
 
-    def of_groups(self, groups: Sequence[tuple[int, Sequence[int]]]) -> QueryMoments:
-        """Returns the moments split by head group; `self` if each group is a whole layer.
-
-        Args:
-            groups: for each group its compressed layer and its heads among the model's; no heads means all.
-        """
-        if not any(heads for _, heads in groups):
-            return self
-        found = []
-        for layer, heads in groups:
-            triangle = self.triangles[layer]
-            found.append(triangle[list(heads)] if heads else triangle)
-        return QueryMoments(self.model_type, self.model_digest, self.documents_digest, tuple(found))
-
     def check_layers(self, count: int) -> None:
         """Raises `ValueError` unless the model has as many compressed layers as were measured."""
         if count != len(self.triangles):

@@ -14,8 +14,6 @@ from hf_diffkv.compat import passing
 FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 3, "sinks": 1, "page_bytes": 512}
 # of three layers of two KV heads: a pair, one precision, and thresholds
 HEAD_PRECISIONS = [["K8V4", "K4V2"], ["K8V8", "K8V8"], None]
-# heads of the first layer and of the last one that choose tokens, beside one of either that does not
-SPLIT = {"head_precisions": [["K8V4", None], None, [None, "K4V4"]], "alpha_high": 1.0, "alpha_low": 0.5}
 
 
 def build(layers: int, **options: object) -> PreTrainedModel:

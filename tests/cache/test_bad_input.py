@@ -103,6 +103,10 @@ BAD_FIELDS = [
     ({"head_precisions": []}, ("head_precisions=[]", "an entry for each compressed layer")),
     ({"head_precisions": ["K4V3", None]}, ("head_precisions[0]='K4V3'", "each KV head")),
     ({"head_precisions": [None, ["K4V9"]]}, ("head_precisions[1]='K4V9'", "v_bits=9")),
+    (
+        {"head_precisions": [None, ["K4V3", None]]},
+        ("head_precisions[1]", "thresholds within one layer were removed", "every head", "alpha_high and alpha_low"),
+    ),
     ({"head_precisions": [["K4V3", "K3V3", "K3V2"]] * 2}, ("head_precisions[0]", "3 precisions", "can have two")),
     ({"head_precisions": [["K4V3"] * 2] * 2, "policy": "leankv"}, ("head_precisions", "policy='leankv'", "leave one")),
 ]

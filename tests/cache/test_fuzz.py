@@ -50,9 +50,9 @@ CONFIGS = [
 THIRD = Precision(16, 16, 1, 2)
 HEADS = ((FULL, FULL_IN_GROUPS), (THIRD, FULL))
 CONFIGS += [DiffKVConfig(head_precisions=HEADS, window=5, page_bytes=1024)]
-# one head of a layer as it is, tokens of the other between two tiers
-SPLIT = ((THIRD, None), (None, FULL))
-CONFIGS += [DiffKVConfig(FULL, FULL_IN_GROUPS, alpha_high=1.0, head_precisions=SPLIT, window=4, page_bytes=1024)]
+# heads of a layer as they are, tokens of another layer between two tiers
+MIXED = ((THIRD, FULL), None)
+CONFIGS += [DiffKVConfig(FULL, FULL_IN_GROUPS, alpha_high=1.0, head_precisions=MIXED, window=4, page_bytes=1024)]
 
 
 def of_model(config: DiffKVConfig, model: PreTrainedModel) -> DiffKVConfig:

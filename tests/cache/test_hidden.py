@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
-from hf_diffkv.cache import layer_part
+from hf_diffkv.cache import layer as cache_layer
 from hf_diffkv.cache.errors import HandOverError
 from hf_diffkv.compat import passing
 
@@ -231,7 +231,7 @@ def test_what_is_gone_cannot_be_shown(name: str, case: str, recording: bool, cou
 @pytest.mark.sampled(100)
 def test_where_the_host_must_not_wait_it_is_noticed_later(monkeypatch: pytest.MonkeyPatch, shows: bool) -> None:
     """Imitates a GPU, where a step's mask is compared on the device and the host looks every few steps."""
-    monkeypatch.setattr(layer_part, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(cache_layer, "reads_are_free", lambda device: False)
     run = started(model_of(), LENGTHS)
     ends(run, (3, 0, 1, 20))
     run.feed(tokens(4, 2))  # several tokens: honoured at once

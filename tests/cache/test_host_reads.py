@@ -12,7 +12,7 @@ from captured_steps import FIELDS, build
 from launches import FIRST_READS, Launches
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.cache import graphs, layer_part
+from hf_diffkv.cache import graphs, layer
 from hf_diffkv.compat import passing
 from hf_diffkv.store import Store
 
@@ -22,7 +22,7 @@ from hf_diffkv.store import Store
 @pytest.mark.parametrize("batch, padding", [(1, False), (3, True)])
 @pytest.mark.slow
 def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: str, batch: int, padding: bool) -> None:
-    monkeypatch.setattr(layer_part, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(layer, "reads_are_free", lambda device: False)
     torch._dynamo.reset()
     model = build(1)
     model.set_attn_implementation("diffkv")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ REMOVED_POLICY = "share_with_model_sinks"
 JSON_NAME, TENSORS_NAME = "diffkv_cache.json", "diffkv_cache.safetensors"
 
 
-def taken_here(name: str, folder: Path) -> PretrainedConfig:
+def taken_here(
+    name: str, folder: Path, change: Callable[[dict[str, Any]], None] = lambda content: None
+) -> PretrainedConfig:
     """Copies a saved cache into `folder`; returns its model's configuration.
 
     What Transformers puts into a configuration, and so its fingerprint, differs from release to release: the copy has
@@ -34,6 +38,7 @@ def taken_here(name: str, folder: Path) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(folder)
     content = json.loads((folder / JSON_NAME).read_text())
     content["model"] = DiffKVCache(model_config).model_fingerprint
+    change(content)
     del content["checksum"]
     content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     (folder / JSON_NAME).write_text(json.dumps(content, indent=2) + "\n")
@@ -65,6 +70,15 @@ def test_a_cache_saved_before(name: str, tmp_path: Path) -> None:
     for name in ("compaction_interval", "pin", "protected_layers"):
         old["config"].pop(name, None)
     assert new == old
+
+
+def test_a_cache_with_thresholds_beside_precisions_says_so(tmp_path: Path) -> None:
+    def split(content: dict[str, Any]) -> None:
+        content["config"]["head_precisions"] = [["K8V4", None], [None, "K4V2"]]
+
+    model_config = taken_here("paper", tmp_path / "old", split)
+    with pytest.raises(CacheFileError, match=r"head_precisions\[0\] .* were removed; give every head"):
+        DiffKVCache.from_pretrained(tmp_path / "old", model_config)
 
 
 @pytest.mark.oldest

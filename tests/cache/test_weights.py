@@ -113,7 +113,7 @@ class Replay:
         attend = DiffKVLayer.attend
 
         def spy(layer: DiffKVLayer, query: Tensor, *options: Any) -> Tensor:
-            [(key, value)] = layer.pending
+            key, value = layer.pending
             output = attend(layer, query, *options)
             self.calls.append((layer.index, query, key, value, options, output))
             return output

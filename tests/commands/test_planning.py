@@ -92,7 +92,7 @@ def test_diffkv_bytes_are_those_of_a_cache(name: str, share: float) -> None:
 
 
 def test_diffkv_bytes_of_a_precision_for_each_head() -> None:
-    heads = (("K8V4", "K3V3"), ("K4V2", "K4V2"), (None, "K4V2"), None)
+    heads = (("K8V4", "K3V3"), ("K4V2", "K4V2"), None, None)
     config = DiffKVConfig(head_precisions=heads, alpha_high=0.0, window=20)
     cache = DiffKVCache(CONFIGS["llama"], config)
     run(CONFIGS["llama"], cache, "diffkv")

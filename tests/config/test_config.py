@@ -113,6 +113,13 @@ def test_removed_fields_are_read_where_they_changed_nothing(name: str, value: An
             refused()
 
 
+def test_a_layer_has_precisions_for_all_heads_or_none() -> None:
+    assert DiffKVConfig(head_precisions=[["K5V4", "K4V3"], [None, None]]).head_precisions[1] is None
+    written = {**WRITTEN_BEFORE, "head_precisions": [["K8V4", None], None]}
+    with pytest.raises(ValueError, match=r"head_precisions\[0\] .* were removed; give every head .* a precision"):
+        DiffKVConfig.from_dict(written)
+
+
 def test_fields_given_by_hand_take_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "diffkv_config.json").write_text('{"alpha_high": 3.0}')
     expected = DiffKVConfig(alpha_high=3.0)

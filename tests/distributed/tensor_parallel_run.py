@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_diffkv import CacheFileError, DiffKVCache, DiffKVConfig, HandOverError
 from hf_diffkv.compat import passing
-from hf_diffkv.config.head_groups import head_groups
+from hf_diffkv.config.layers import layer_configs
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 4, 16
 COMPRESSED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 16}
@@ -36,9 +36,9 @@ CONFIGS: dict[str, DiffKVConfig] = {
     "precision per head": DiffKVConfig(
         head_precisions=(("K8V8", "K4V2", "K4V2", "K8V8"), ("K5V4", "K3V3", "K5V4", "K5V4")), window=16
     ),
-    # of either layer one rank has heads of both kinds, the other one of one kind
-    "precision per head of some": DiffKVConfig(
-        head_precisions=(("K8V8", None, "K4V2", "K4V2"), (None, None, None, "K5V4")), **PER_HEAD
+    # thresholds in the other layer
+    "precision per head of one layer": DiffKVConfig(
+        head_precisions=(("K8V8", "K4V2", "K4V2", "K4V2"), None), **PER_HEAD
     ),
 }
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
@@ -157,11 +157,11 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
     def prompt(cache: DiffKVCache) -> None:
         stores = cache.stores
         stores.config = tiny if mine else cache.config
-        stores.groups = head_groups(stores.config, LAYERS)
+        stores.configs = layer_configs(stores.config, LAYERS)
         try:
             generate(cache)
         finally:
-            stores.config, stores.groups = cache.config, head_groups(cache.config, LAYERS)
+            stores.config, stores.configs = cache.config, layer_configs(cache.config, LAYERS)
 
     def step(cache: DiffKVCache) -> None:
         generate(cache)

@@ -19,7 +19,7 @@ from tiny_models import ragged_prompts
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, PrefixStore
-from hf_diffkv.cache.layer import LayerPart
+from hf_diffkv.cache.layer import DiffKVLayer
 from hf_diffkv.cache.stores import Stores
 from hf_diffkv.compat import passing
 from hf_diffkv.store import Store
@@ -271,7 +271,7 @@ def test_a_step_that_fails_in_its_first_layer(model: PreTrainedModel) -> None:
         raise RuntimeError("no attention")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no attention"):
-        patch.setattr(LayerPart, "attend", fails)
+        patch.setattr(DiffKVLayer, "_attend", fails)
         split.feed(tokens(4, 1))
     assert_equal_contents(split.cache, one.cache)
     go_on(split, one)

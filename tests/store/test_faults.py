@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from hf_diffkv import DiffKVCache
-from hf_diffkv.cache import layer_part
+from hf_diffkv.cache import layer as cache_layer
 from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
@@ -245,7 +245,7 @@ def test_fault_9_no_host_reads_between_two_refreshes(
     monkeypatch: pytest.MonkeyPatch, batch: int, padding: bool
 ) -> None:
     """Reads the device once in `refresh_steps` generated tokens, whatever the number of layers."""
-    monkeypatch.setattr(layer_part, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(cache_layer, "reads_are_free", lambda device: False)
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4)
     mask = torch.ones(batch, 40, dtype=torch.long)

@@ -19,7 +19,7 @@ from .attention import PackedCache
 from .linear_layers import LinearModule
 from .servable import ModelLayers, unservable
 from .shapes import AttentionShape
-from .slot_part import slot_groups
+from .slot_part import slot_configs
 from .slot_room import PerSlot
 from .slots import Slots
 
@@ -116,10 +116,10 @@ def make_slots(
     """
     token = 0.0
     sizes = (shape.key_dim, shape.value_dim, shape.dtype.itemsize, shape.max_positions)
-    for group in slot_groups(config, num_layers, shape):
-        layout = PageLayout.of(group.config, *sizes)
+    for of_layer in slot_configs(config, num_layers, shape):
+        layout = PageLayout.of(of_layer, *sizes)
         capacity = max(layout.high.capacity, layout.low.capacity)
-        token += group.count(shape.num_heads) * layout.page_bytes / capacity
+        token += shape.num_heads * layout.page_bytes / capacity
     fitting = int(max_bytes / token) + config.window + config.sinks
     longest = shape.ranks.least(max(1, fitting if tokens is None else min(fitting, tokens)))
     return Slots(config, shape, num_layers, requests, max_tokens=longest, max_bytes=max_bytes, others=others)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hf_diffkv.cache.stores import Stores
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.config.head_groups import HeadGroup
+from hf_diffkv.config.layers import same_pages
 from hf_diffkv.pages import NULL_PAGE
 from hf_diffkv.pages.rows import ROW_STATE
 from hf_diffkv.store.state import KVHeads, Store
@@ -176,44 +176,40 @@ class SlotPart:
         self.store.pool.ensure_free(pages)
 
 
-def slot_groups(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[HeadGroup]:
-    """Groups heads that are held alike, without a budget, with thresholds for the heads of this rank.
+def slot_configs(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[DiffKVConfig]:
+    """Returns each layer's configuration, without a budget, with thresholds for the heads of this rank.
 
     Raises:
         ValueError: precisions or thresholds for another number of layers or heads.
     """
     known, parallel = Stores(replace(config, max_bytes=None), num_layers), shape.ranks.parallel
-    known.share_heads(parallel)
+    known.tensor_parallel = parallel
     found = []
-    for index, group in enumerate(known.groups):
+    for index in range(num_layers):
         config = known.of_layer(index, shape.num_heads)
         of_heads = {name: getattr(config, name) for name in ("alpha_high", "alpha_low")}
-        count = group.count(shape.num_heads)
-        mine = {name: parallel.share(a, count) for name, a in of_heads.items() if isinstance(a, tuple)}
-        found.append(replace(group, config=replace(config, **mine)))
+        mine = {name: parallel.share(a, shape.num_heads) for name, a in of_heads.items() if isinstance(a, tuple)}
+        found.append(replace(config, **mine))
     return found
 
 
-def make_parts(groups: Sequence[HeadGroup], shape: AttentionShape) -> list[SlotPart]:
-    """Parts of all groups of heads, as many of the same pages together, each with one slot."""
+def make_parts(configs: Sequence[DiffKVConfig], shape: AttentionShape) -> list[SlotPart]:
+    """Returns the parts of all layers, those with the same pages together, each with one slot."""
     together: list[list[int]] = []
-    for index, mine in enumerate(groups):
-        part = next((part for part in together if mine.goes_with(groups[part[0]])), None)
+    for index, mine in enumerate(configs):
+        part = next((part for part in together if same_pages(mine, configs[part[0]])), None)
         if part is None:
             together.append([index])
         else:
             part.append(index)
     parts = []
     for indices in together:
-        first = groups[indices[0]]
-        count = first.count(shape.num_heads)
-        heads = KVHeads(count, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
-        first_head = first.first_head(count, shape.ranks.parallel.rank)
-        known = {"total_layers": len(groups), "first_head": first_head, "max_positions": shape.max_positions}
-        store = SlotStore(first.config, len(indices), 1, heads, **known)
+        heads = KVHeads(shape.num_heads, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
+        first_head = shape.ranks.parallel.rank * shape.num_heads
+        known = {"total_layers": len(configs), "first_head": first_head, "max_positions": shape.max_positions}
+        store = SlotStore(configs[indices[0]], len(indices), 1, heads, **known)
         for layer, index in enumerate(indices):
             store.place_layer(layer, index)
-            store.set_thresholds(layer, groups[index].config.alpha_high, groups[index].config.alpha_low)
-        query_heads = shape.query_heads // shape.num_heads * count
-        parts.append(SlotPart(store, query_heads, shape.ranks.alone))
+            store.set_thresholds(layer, configs[index].alpha_high, configs[index].alpha_low)
+        parts.append(SlotPart(store, shape.query_heads, shape.ranks.alone))
     return parts

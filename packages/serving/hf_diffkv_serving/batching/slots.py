@@ -7,13 +7,12 @@ order, one token of some and many of others; what becomes of each does not depen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_diffkv.cache.layer_part import SplitHeads
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
@@ -24,7 +23,7 @@ from hf_diffkv.store.state import Store
 
 from .ranks import OtherPart, other_parts
 from .shapes import AttentionShape
-from .slot_part import SlotPart, make_parts, slot_groups
+from .slot_part import SlotPart, make_parts, slot_configs
 from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
 from .staging import stage
 
@@ -47,7 +46,6 @@ class Slots:
 
     Attributes:
         room: number of slots and their length.
-        groups: groups of heads that are held alike; stores take each for a layer.
         parts: layers of each store. A store cannot use pages of another one, so numbers of pages are int64 [parts],
             the parts of other ranks included.
         failures: errors in the running forward, by slot.
@@ -72,14 +70,9 @@ class Slots:
         self.device, self.dtype = shape.device, shape.dtype
         self.ranks = shape.ranks
         with self.ranks.in_step():
-            self.groups = slot_groups(config, num_layers, shape)
-            self.parts = make_parts(self.groups, shape)
+            self.parts = make_parts(slot_configs(config, num_layers, shape), shape)
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
-        # indices of each layer's groups of heads, and how its tensors are taken apart where there are several
-        self._of_layer = [[i for i, group in enumerate(self.groups) if group.layer == n] for n in range(num_layers)]
-        split = (layer for layer in range(num_layers) if len(self._of_layer[layer]) > 1)
-        self._heads = {layer: SplitHeads([self.groups[i] for i in self._of_layer[layer]]) for layer in split}
         self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
         self.room.longest = self.ranks.least(self.room.longest)
         if self.longest < min(max_tokens, self._exact):
@@ -112,11 +105,9 @@ class Slots:
         Raises:
             ValueError: the moments belong to another model.
         """
-        moments.check_layers(len(self._of_layer))
-        moments = moments.of_groups([(group.layer, group.model_heads) for group in self.groups])
+        moments.check_layers(len(self._places))
         for index, (part, _) in self._places.items():
-            measured = self.groups[index].measured(part.store.num_heads, self.ranks.parallel.size)
-            moments.check_layer(index, measured, part.store.key_dim)
+            moments.check_layer(index, self.ranks.parallel.size * part.store.num_heads, part.store.key_dim)
         for part in self.parts:
             part.store.moments = moments
 
@@ -396,32 +387,17 @@ class Slots:
                 given.append(rows)
             stepped = self.attend_steps(layer, given, softmax, self._stepping)
             output[0, :, self._step_at] = stepped[self._step_slots, :, 0].transpose(0, 1)
+        part, place = self._places[layer]
         for slot, at, tokens in self._forward:
             if slot in self.failures:
                 continue
             mine = slice(at, at + tokens)
             inputs = [tensor[:, :, mine] for tensor in (query, key, value)]
             try:
-                output[:, :, mine] = self._by_groups(
-                    layer,
-                    lambda part, place, given, own, slot=slot: attend_tokens(part.staged[slot], place, *given, own),
-                    inputs,
-                    softmax,
-                )
+                output[:, :, mine] = attend_tokens(part.staged[slot], place, *inputs, softmax)
             except (ValueError, MemoryError) as error:
                 self.failures[slot] = error
         return output
-
-    def _by_groups(
-        self, layer: int, attend: Callable[..., Tensor], tensors: Sequence[Tensor], softmax: Softmax
-    ) -> Tensor:
-        """Calls `attend` for each group of a layer's heads with its part, place and tensors, and joins the results."""
-        heads = self._heads.get(layer)
-        places = [self._places[index] for index in self._of_layer[layer]]
-        if heads is None:
-            return attend(*places[0], tensors, softmax)
-        given = zip(places, zip(*map(heads.apart, tensors)), heads.softmaxes(softmax))
-        return heads.together([attend(*place, of_group, own) for place, of_group, own in given])
 
     def attend_steps(self, layer: int, rows: Sequence[Tensor], softmax: Softmax, stepping: Tensor) -> Tensor:
         """Attends from one token of each slot that has one, and stores it.
@@ -433,12 +409,8 @@ class Slots:
         Returns:
             [slots, query_heads, 1, value_dim] in the query's dtype.
         """
-        return self._by_groups(
-            layer,
-            lambda part, place, given, own: attend_token(part.store, place, *given, own, stepping),
-            rows,
-            softmax,
-        )
+        part, place = self._places[layer]
+        return attend_token(part.store, place, *rows, softmax, stepping)
 
     def only_steps(self) -> list[int]:
         """Slots of the running forward, where each has one token after others and no key is centred."""

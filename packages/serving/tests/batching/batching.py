@@ -19,8 +19,6 @@ LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
 LOSSLESS = DiffKVConfig.lossless(window=8)
 # of two layers with two KV heads, in a store each: both lossless, one without scores, one with levels that differ
 SEVERAL = DiffKVConfig.lossless(window=8, low="K8V8", alpha_high=1e-9, head_precisions=[["K16V16", "K16V16g1/2"], None])
-# of two layers with two KV heads, one head of each with a precision beside one of which tokens are chosen
-SPLIT = replace(LOSSY, head_precisions=[["K8V4", None], [None, "K4V2"]])
 MIXED = replace(LOSSY, head_precisions=[["K8V4", "K4V2"], None])
 # bytes; the smaller one holds about two requests of 70 tokens
 AMPLE, TIGHT = 64 << 20, 130_000
@@ -48,16 +46,10 @@ def expected(model: PreTrainedModel, ids: list[int], new: int = NEW, **options: 
 
 
 def levels_of(slots: Slots, slot: int) -> list[torch.Tensor]:
-    """Joins the levels of head groups to those of each layer's heads, int8 [1, heads, seen] like a cache's."""
+    """Returns the levels of each layer, int8 [1, heads, seen] like a cache's."""
     held = [(store, place) for store in slots.held(slot) for place in range(store.num_layers)]
-    parts = {store.layers[place]: read_tokens(store, place).levels for store, place in held}
-    found = []
-    for layer in range(1 + max(group.layer for group in slots.groups)):
-        mine = [index for index, group in enumerate(slots.groups) if group.layer == layer]
-        heads = [slots.groups[index].heads or range(parts[index].shape[1]) for index in mine]
-        rows = {head: parts[index][:, i] for index, of in zip(mine, heads) for i, head in enumerate(of)}
-        found.append(torch.stack([rows[head] for head in sorted(rows)], 1))
-    return found
+    levels = {store.layers[place]: read_tokens(store, place).levels for store, place in held}
+    return [levels[layer] for layer in sorted(levels)]
 
 
 def check_slots(slots: Slots) -> None:

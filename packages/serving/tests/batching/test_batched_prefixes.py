@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batching import LOSSLESS, LOSSY, MIXED, SPLIT, check_empty, chunks, expected, prompts, request_config
+from batching import LOSSLESS, LOSSY, MIXED, check_empty, chunks, expected, prompts, request_config
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
 from tiny_models import tiny_model
@@ -49,7 +49,6 @@ def ask(manager: DiffKVBatchingManager, name: str, ids: list[int]) -> list[int]:
         ("llama", replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4)),
         ("gemma3_text", LOSSY),
         ("llama", MIXED),
-        ("llama", SPLIT),
         ("llama", replace(LOSSY, metadata_bits=16)),
     ],
 )

@@ -16,7 +16,6 @@ from batching import (
     MIXED,
     NEW,
     SEVERAL,
-    SPLIT,
     TIGHT,
     check_empty,
     chunks,
@@ -175,7 +174,6 @@ def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int
         ("llama", LOSSY, False),
         ("llama", LOSSY, True),
         ("llama", MIXED, True),
-        ("llama", SPLIT, True),
         *((name, LOSSY, True) for name in SLIDING),
     ],
 )

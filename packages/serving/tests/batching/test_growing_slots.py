@@ -37,7 +37,7 @@ def test_a_tensor_changes_its_size_where_it_stands(kind: type, monkeypatch: pyte
 
 def arrive(slots: Slots) -> Request:
     slot = adopt(slots)
-    return Request(slot, torch.Generator().manual_seed(slot), *alone_stores(CONFIG))
+    return Request(slot, torch.Generator().manual_seed(slot), alone_stores(CONFIG))
 
 
 def test_short_requests_get_slots_and_a_long_one_gets_pages() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batching import AMPLE, LOSSLESS, LOSSY, MIXED, SPLIT, check_empty, chunks, expected, prompts, request_config
+from batching import AMPLE, LOSSLESS, LOSSY, MIXED, check_empty, chunks, expected, prompts, request_config
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from hf_diffkv_serving.batching.first_tokens import FirstTokens
 from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
@@ -103,7 +103,6 @@ def alone(served: Served, ids: list[int], parts: list[int]) -> list[int]:
         ("llama", replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4, adaptive_rounding=True)),
         ("gemma3_text", LOSSY),
         ("llama", MIXED),
-        ("llama", SPLIT),
         ("llama", UNIFORM),
     ],
 )

@@ -33,7 +33,7 @@ EXACT = UNIFORM.window + UNIFORM.sinks
 
 def arrive(slots: Slots, config: DiffKVConfig, seed: int) -> Request:
     slots.settle()
-    return Request(adopt(slots), torch.Generator().manual_seed(seed), *alone_stores(config))
+    return Request(adopt(slots), torch.Generator().manual_seed(seed), alone_stores(config))
 
 
 def fork(slots: Slots, request: Request, requests: list[Request]) -> Request:

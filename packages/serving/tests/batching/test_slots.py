@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.config.head_groups import head_groups
+from hf_diffkv.config.layers import layer_configs
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.rows import ROW_STATE
@@ -38,7 +38,6 @@ PRECISIONS = [
             (("K8V4", "K4V2"), None),
             (("K8V4", "K4V2"), ("K4V2", "K4V2")),
             (("K8V8", "K8V8"), ("K4V2", "K4V2")),
-            (("K8V4", None), (None, "K4V2")),
         ]
     ),
 ]
@@ -66,24 +65,22 @@ def adopt(slots: Slots) -> int:
 
 @dataclass
 class Request:
-    """A request in a slot, and its copy on stores of its own, one for each group of a layer's heads held alike.
+    """A request in a slot, and its copy on stores of its own, one for each layer.
 
     Attributes:
-        heads: layer and heads of each of these stores.
         forwards: forwards of this request and those that it continues, each as a unique object and its tokens.
     """
 
     slot: int
     generator: torch.Generator
     alone: list[Store]
-    heads: list[tuple[int, list[int]]]
     tokens: int = 0
     forwards: list[tuple[object, int]] = field(default_factory=list)
 
     def twin(self, slot: int, seed: int) -> Request:
         """Another request that goes on from here."""
         alone, generator = copy.deepcopy(self.alone), torch.Generator().manual_seed(seed)
-        return Request(slot, generator, alone, self.heads, self.tokens, list(self.forwards))
+        return Request(slot, generator, alone, self.tokens, list(self.forwards))
 
     def common(self, other: Request) -> int:
         """Returns the number of first tokens that come from the same forwards."""
@@ -102,29 +99,23 @@ class Request:
         """The forward on the stores of its own."""
         tokens = inputs[0][0].shape[2]
         outputs = [torch.empty(query.shape) for query, _, _ in inputs]
-        for store, (layer, heads) in zip(self.alone, self.heads, strict=True):
+        for layer, store in enumerate(self.alone):
             seen = store.seen
             begin_forward(store, tokens)
             attend = attend_token if tokens == 1 and seen else attend_tokens
-            of_query = [head * GROUP + i for head in heads for i in range(GROUP)]
-            query, key, value = inputs[layer]
-            given = (query[:, of_query], key[:, heads], value[:, heads])
-            outputs[layer][:, of_query] = attend(store, 0, *given, softmax=Softmax(0.4))
+            outputs[layer] = attend(store, 0, *inputs[layer], softmax=Softmax(0.4))
             store.padding.append(tokens, None)
         return outputs
 
 
-def alone_stores(config: DiffKVConfig) -> tuple[list[Store], list[tuple[int, list[int]]]]:
-    stores, of_heads = [], []
-    groups = head_groups(config, LAYERS)
-    for index, group in enumerate(groups):
-        heads, mine = list(group.heads or range(HEADS)), group.config
-        store = new_store(mine, 1, 1, len(heads), DIM, DIM, torch.float32, CPU, total_layers=len(groups))
+def alone_stores(config: DiffKVConfig) -> list[Store]:
+    stores = []
+    for index, mine in enumerate(layer_configs(config, LAYERS)):
+        store = new_store(mine, 1, 1, HEADS, DIM, DIM, torch.float32, CPU, total_layers=LAYERS)
         store.place_layer(0, index)
         store.set_thresholds(0, mine.alpha_high, mine.alpha_low)
         stores.append(store)
-        of_heads.append((group.layer, heads))
-    return stores, of_heads
+    return stores
 
 
 def forward(slots: Slots, parts: list[tuple[Request, list[tuple[Tensor, Tensor, Tensor]]]]) -> list[list[Tensor]]:
@@ -225,7 +216,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.slots.settle()
         if self.make_room(None, 0):
             generator = torch.Generator().manual_seed(seed)
-            self.requests.append(Request(self.slots.adopt(), generator, *alone_stores(self.config)))
+            self.requests.append(Request(self.slots.adopt(), generator, alone_stores(self.config)))
         elif not self.slots.idle:
             with pytest.raises(MemoryError, match="slots are taken"):
                 self.slots.adopt()

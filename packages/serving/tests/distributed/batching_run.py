@@ -42,9 +42,9 @@ CONFIGS: dict[str, DiffKVConfig] = {
     "precision per head": DiffKVConfig(
         head_precisions=(("K8V8", "K8V8", "K4V2", "K4V2"), ("K5V4", "K3V3", "K5V4", "K5V4")), window=16
     ),
-    # of either layer one rank has heads of both kinds, the other one of one kind
-    "precision per head of some": DiffKVConfig(
-        head_precisions=(("K8V8", None, "K4V2", "K4V2"), (None, None, None, "K5V4")),
+    # thresholds in the other layer
+    "precision per head of one layer": DiffKVConfig(
+        head_precisions=(("K8V8", "K4V2", "K4V2", "K4V2"), None),
         alpha_high=((0.5, 1.0, 2.0, 3.0), (3.0, 0.6, 1.5, 1.0)),
         alpha_low=((0.0, 0.8, 0.3, 1.0), (0.4, 0.2, 1.0, 0.0)),
         window=16,
