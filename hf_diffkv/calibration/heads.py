@@ -136,10 +136,13 @@ def _measure_all(
             if not sums.has(document):
                 sums.add(document, replay.layers)
             progress.advance(of_prompt)
-            missing, started = kept.missing(document, layers), time.perf_counter()
-            for of_layer, (layer, figures) in zip(of_layers, figures_of(replay, missing)):
-                kept.add(document, layer, figures, time.perf_counter() - started)
-                progress.advance(of_layer)
+            missing = kept.missing(document, layers)
+            remaining, started = dict(zip(missing, of_layers)), time.perf_counter()
+            for batch in figures_of(replay, missing):
+                seconds = (time.perf_counter() - started) / len(batch)
+                for layer, figures in batch.items():
+                    kept.add(document, layer, figures, seconds)
+                progress.advance(sum(remaining[layer] for layer in batch))
                 progress.estimate()
                 started = time.perf_counter()
             progress.end()
@@ -151,20 +154,21 @@ def _work(document: Document, missing: Sequence[int], layers: int, heads: int) -
     return [len(document.context) * layers, *(following * (layers - layer) for layer in missing)]
 
 
-def figures_of(replay: Replay, layers: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def figures_of(replay: Replay, layers: Sequence[int]) -> Iterator[dict[int, dict[str, Any]]]:
     """Measures losses and errors of the heads of compressed layers.
 
     Yields:
-        Each layer with its figures, ready for JSON.
+        For each batch of layers its figures by layer, ready for JSON.
     """
     pending: list[DamagedLayer] = []
     for index in layers:
         pending.append(DamagedLayer.of(replay, index))
         parts = sum(layer.parts for layer in pending)
         if not replay.joins or parts + pending[-1].parts > _most_rows(replay):
-            yield from _measured(replay, pending)
+            yield _measured(replay, pending)
             pending = []
-    yield from _measured(replay, pending)
+    if pending:
+        yield _measured(replay, pending)
 
 
 @dataclass
@@ -217,7 +221,7 @@ class DamagedLayer:
         return {**self.figures, "keys": self.losses[:heads], "values": self.losses[heads:]}
 
 
-def _measured(replay: Replay, layers: Sequence[DamagedLayer]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _measured(replay: Replay, layers: Sequence[DamagedLayer]) -> dict[int, dict[str, Any]]:
     """Measures the losses of layers in as few batches as their rows need."""
     most = _most_rows(replay)
     rows = [(layer, part) for layer in layers for part in range(layer.parts)]
@@ -227,7 +231,7 @@ def _measured(replay: Replay, layers: Sequence[DamagedLayer]) -> Iterator[tuple[
         damages = [layer.damage(replay, range(of[0], of[-1] + 1)) for layer, of in parts if of]
         for (layer, _), logits in zip(batch, replay.damaged(damages)):
             layer.losses.append(mean_kl(replay.logits, replay.probabilities, logits))
-    yield from ((layer.index, layer.result()) for layer in layers)
+    return {layer.index: layer.result() for layer in layers}
 
 
 def _most_rows(replay: Replay) -> int:

@@ -50,7 +50,7 @@ def losses(model: Any) -> tuple[Tensor | None, list[float]]:
     inner = getattr(model, "model", None) if isinstance(model, Shifted) else model
     with watching(inner):
         replay = Replay(model, document().context, document().continuation, COUNTED)
-        ((_, figures),) = heads_module.figures_of(replay, [1])
+        ((figures,),) = (batch.values() for batch in heads_module.figures_of(replay, [1]))
     return replay.tokens, figures["keys"] + figures["values"]
 
 
