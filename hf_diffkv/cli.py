@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 failed or with a bad result, 2 wrong usage, 130 interrupte
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import click
 
 from . import __version__
+from .arguments import similar
 from .commands import COMMANDS, load
 from .commands.console import Context, log_on_terminal, one_line, width
 from .evaluation.errors import EvaluationError
@@ -42,7 +42,7 @@ class Commands(click.Group):
     def resolve_command(self, context: click.Context, arguments: list[str]) -> Any:
         name = arguments[0]
         if name not in COMMANDS and not name.startswith("-"):
-            close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+            close = similar(name, COMMANDS)
             hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(COMMANDS)}."
             context.fail(f"there is no command {name!r}; {hint}")
         return super().resolve_command(context, arguments)

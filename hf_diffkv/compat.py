@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
+from torch import Tensor
+
 Wrap = Callable[[Callable], Callable]
 # features whose loss was reported
 _said: set[Feature] = set()
@@ -323,11 +325,21 @@ def disown(cache: Any) -> None:
         cache._is_user_defined = False
 
 
-def text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
-    """Returns the number of tokens of the whole text, cached ones included, from its mask, or None without a mask."""
-    mask = model_kwargs.get("attention_mask")
-    # newer releases drop a mask without padding before this point, and note its length
-    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+def text_length(arguments: Mapping[str, Any], generation_config: Any = None) -> int | None:
+    """Returns the number of tokens of the whole text of a call, cached ones included.
+
+    Args:
+        arguments: arguments of the model, with a mask or position ids.
+        generation_config: configuration of the `generate()` call, or None.
+
+    Returns:
+        The number of tokens; None if nothing tells it.
+    """
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    # newer releases drop a mask without padding, and note its length
+    noted = getattr(generation_config, "_mask_length", None) if mask is None else None
+    shapes = (given.shape for given in (mask, positions) if isinstance(given, Tensor) and given.ndim < 4)
+    return next((shape[-1] for shape in shapes), None) if noted is None else noted
 
 
 def is_paused_here(manager: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat import cache_argument
+from ..compat import cache_argument, text_length
 from .diffkv_cache import DiffKVCache
 from .errors import CacheNotUsedError
 
@@ -87,8 +87,8 @@ class Call:
                 f"{self._name} dropped the DiffKVCache that generate() was given, with its {seen} tokens; it cannot "
                 "use DiffKVCache."
             )
-        length = _text_length(input_ids, arguments)
-        if self.in_chunks or length != known or arguments.get("inputs_embeds") is not None:
+        length = text_length(arguments)
+        if self.in_chunks or length not in (None, known) or arguments.get("inputs_embeds") is not None:
             raise CacheNotUsedError(
                 f"the text grows longer than original_max_position_embeddings={bound}, where {self._name} computes all "
                 f"of it anew, but it was given {known} tokens and the {seen} of a cache; pass the whole text as "
@@ -131,15 +131,6 @@ class Call:
     @property
     def _name(self) -> str:
         return type(self.model).__name__
-
-
-def _text_length(input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
-    """Returns the number of tokens of the whole text, from the mask, position ids or input ids."""
-    for name in ("attention_mask", "position_ids"):
-        given = arguments.get(name)
-        if isinstance(given, Tensor) and given.ndim < 4:
-            return given.shape[-1]
-    return input_ids.shape[1]
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None
 
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for a prompt no longer than the cached tokens, which `generate()` would cut wrongly."""
-    length, seen = text_length(generation_config, model_kwargs), cache.get_seq_length()
+    length, seen = text_length(model_kwargs, generation_config), cache.get_seq_length()
     embeds = model_kwargs.get("inputs_embeds")
     if seen and embeds is not None and embeds.shape[1] <= seen:
         raise ValueError(
@@ -264,7 +264,7 @@ def _wrap_prefill(original: Callable) -> Callable:
         checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
         if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
             # if only the new tokens are given, the mask is longer
-            if input_ids.shape[1] == text_length(generation_config, model_kwargs):
+            if input_ids.shape[1] == text_length(model_kwargs, generation_config):
                 cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
         call = current_call(self)
         if call is None or generation_config.prefill_chunk_size is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
+from ..arguments import similar
 from ..heads import hub
 from ..precision import Precision, as_precision, is_integer
 from . import files as config_files
@@ -341,7 +341,7 @@ class DiffKVConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            close = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
+            close = [match for name in unknown for match in similar(name, known)]
             hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
             raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..arguments import as_ratio
+from ..arguments import as_ratio, similar
 from ..precision import Precision
 
 # model name -> (alpha_low, alpha_high); sibling releases (Llama-3.1, distillations) were not calibrated
@@ -106,7 +105,7 @@ def preset_named(name: str) -> dict[str, Any]:
 
 def close_preset(name: Any) -> str | None:
     """Returns the preset that was probably meant, or None."""
-    close = difflib.get_close_matches(str(name).lower(), PRESETS, n=1)
+    close = similar(str(name).lower(), PRESETS)
     return close[0] if close else None
 
 

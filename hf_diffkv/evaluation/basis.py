@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..heads.weights import model_digest
+from ..heads.recognition import loaded_digest
 from ..version import __version__
 from .environment import installed
 from .errors import one_line
@@ -25,7 +25,7 @@ def bases_of(model: Any, methods: Iterable[Method]) -> dict[str, dict[str, Any]]
     """
     of_model = {
         "code": __version__,
-        "weights": _weights(model),
+        "weights": loaded_digest(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
     }
@@ -44,10 +44,3 @@ def _of_method(method: Method, model: Any) -> dict[str, Any]:
     except (ValueError, OSError, NotImplementedError) as error:
         # the method's records say that it cannot be used
         return {"packages": packages, "refused": one_line(error)}
-
-
-def _weights(model: Any) -> str | None:
-    try:
-        return model_digest(model)
-    except ValueError:
-        return None

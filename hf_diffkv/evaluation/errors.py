@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+
+from ..arguments import similar
 
 
 class EvaluationError(ValueError):
@@ -19,7 +20,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> EvaluationError:
 
 def meant(name: str, known: Iterable[str]) -> str:
     """Returns a question with similar names, or an empty text."""
-    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    close = similar(name, known, 3)
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -105,12 +105,18 @@ def folder_of(model: Any) -> Path | None:
     return None if known is None else Path(known) if Path(known).is_dir() else Path(known).parent
 
 
-def _digest(model: Any) -> str | None:
+def loaded_digest(model: Any) -> str | None:
+    """Returns the digest of a model's weights (`model_digest`); None if some are not loaded, as on the meta device."""
     try:
         return model_digest(model)
     except ValueError:
-        folder = folder_of(model)
-        return None if folder is None else files_digest(model, folder)
+        return None
+
+
+def _digest(model: Any) -> str | None:
+    digest = loaded_digest(model)
+    folder = folder_of(model) if digest is None else None
+    return digest if folder is None else files_digest(model, folder)
 
 
 @lru_cache(MOST_FILES)

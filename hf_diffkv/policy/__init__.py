@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from ..arguments import similar
 from .base import (
     ForwardRows,
     Levels,
@@ -71,7 +71,7 @@ def _unknown(name: str) -> str:
 
 
 def _meant(given: Any, known: Any) -> str:
-    close = difflib.get_close_matches(str(given), list(known), n=1)
+    close = similar(given, known)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

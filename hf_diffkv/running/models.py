@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ..arguments import similar
 from ..evaluation.errors import EvaluationError, one_line
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def resolve_model(name: str) -> str:
         if name in (short, hub_id):
             folder = MODELS_FOLDER / short
             return str(folder) if (folder / "config.json").is_file() else hub_id
-    close = [] if "/" in name else get_close_matches(name.lower(), ["tiny-lm", *HUB_IDS], n=1)
+    close = [] if "/" in name else similar(name.lower(), ["tiny-lm", *HUB_IDS])
     if close:
         raise ValueError(f"{name!r} is neither a folder nor a known model; did you mean {close[0]!r}?")
     return name

@@ -13,7 +13,7 @@ from ray import serve
 from ..batching.sampling import Sampling
 from ..server.app import build_app
 from ..server.logs import LogFormat, ServerLog
-from ..server.operation import Operated, Operation
+from ..server.operation import Operation, ServerApp
 from .beginnings import Wanted
 from .engine import EngineOptions, load_engine
 
@@ -62,7 +62,7 @@ class Replica:
         usual.update(**options.generation)
         name, sampling = served.name or options.model, Sampling.of(usual)
         app = build_app(name, loaded.model, loaded.tokenizer, self._engine, sampling, served.seed)
-        self._app = Operated(app, self._engine, served.operation, ServerLog(served.log_format))
+        self._app = ServerApp(app, self._engine, served.operation, ServerLog(served.log_format))
         self._name = serve.get_replica_context().replica_id.unique_id
         self._ending: set[asyncio.Task] = set()
 

@@ -11,7 +11,7 @@ from types import FrameType
 
 import uvicorn
 
-from .operation import Operated
+from .operation import ServerApp
 
 # seconds that connections have to close when all answers are complete
 CLOSING = 2
@@ -24,13 +24,13 @@ class Server(uvicorn.Server):
     Until then it says to whoever comes that it is stopping, so that balancers see it.
 
     Args:
-        config: configuration of uvicorn for `operated`.
+        config: configuration of uvicorn for `served`.
     """
 
-    def __init__(self, config: uvicorn.Config, operated: Operated) -> None:
+    def __init__(self, config: uvicorn.Config, served: ServerApp) -> None:
         config.timeout_graceful_shutdown = CLOSING
         super().__init__(config)
-        self._operated = operated
+        self._served = served
         self._ended = False
 
     @contextmanager
@@ -49,20 +49,20 @@ class Server(uvicorn.Server):
                 signal.signal(each, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        health, answers = self._operated.health, self._operated.under_way.answers
+        health, answers = self._served.health, self._served.under_way.answers
         if health.draining_since is not None:
-            self._operated.log.message("stopped at once")
+            self._served.log.message("stopped at once")
             sys.stderr.flush()
             # threads of the engine would go on to the end of their forward
             os._exit(128 + sig)
         health.drain()
-        self._operated.log.message(
+        self._served.log.message(
             f"stopping: {len(answers)} answers under way have up to {health.grace:g} s; another signal stops at once"
         )
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; whether to exit."""
-        health, under_way = self._operated.health, self._operated.under_way
+        health, under_way = self._served.health, self._served.under_way
         if health.draining_since is not None:
             if health.grace_left <= 0 and not self._ended:
                 self._ended = True

@@ -56,8 +56,8 @@ class Operation:
     log_every: float = 10.0
 
 
-class Operated:
-    """ASGI application with these layers around another one.
+class ServerApp:
+    """ASGI application: limits, health, metrics and logs around the application that answers requests.
 
     Args:
         app: application that answers requests, and ends those of a client that goes away.

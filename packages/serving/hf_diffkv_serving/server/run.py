@@ -17,7 +17,7 @@ from ..batching.manager import DiffKVBatchingManager
 from .app import statistics
 from .drain import Server
 from .logs import ServerLog
-from .operation import Operated, Operation
+from .operation import Operation, ServerApp
 
 
 def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operation: Operation, log: ServerLog) -> None:
@@ -27,10 +27,10 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operat
         listener: a socket with an address.
     """
     logging.set_verbosity(logging.log_levels[operation.log_level])
-    operated = Operated(app, engine, operation, log)
+    served = ServerApp(app, engine, operation, log)
     # JSON is written by the log's own handlers
     own = {"log_config": None} if log.json else {}
-    server = Server(uvicorn.Config(operated, log_level=operation.log_level, **own), operated)
+    server = Server(uvicorn.Config(served, log_level=operation.log_level, **own), served)
     # what is there stays, and collections that would look through it hold up every answer
     gc.freeze()
     with server.signals():

@@ -26,7 +26,7 @@ pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)
 from hf_diffkv_serving.server import under_way  # noqa: E402
 from hf_diffkv_serving.server.app import build_app  # noqa: E402
 from hf_diffkv_serving.server.logs import ServerLog  # noqa: E402
-from hf_diffkv_serving.server.operation import Operated, Operation  # noqa: E402
+from hf_diffkv_serving.server.operation import Operation, ServerApp  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 PROMPT = "@oak=5305 @elm=1177 ?elm="
@@ -52,7 +52,7 @@ class Client(httpx.AsyncClient):
         lines: function that returns the lines logged so far.
     """
 
-    def __init__(self, served: Operated, engine: Any, lines: Callable[[], list[dict]]) -> None:
+    def __init__(self, served: ServerApp, engine: Any, lines: Callable[[], list[dict]]) -> None:
         super().__init__(transport=httpx.ASGITransport(served), base_url="http://here", timeout=PATIENCE)
         self.served, self.engine, self.lines = served, engine, lines
 
@@ -98,7 +98,7 @@ def served(capfd: pytest.CaptureFixture) -> Iterator[Callable]:
         engine = model().init_continuous_batching(request_config(LOSSLESS), chunks(max_requests_per_batch=requests))
         if prefixes:
             engine.use_prefixes(PrefixStore(model(), LOSSLESS, device_bytes=4 << 20))
-        served = Operated(build_app("tiny-lm", model(), tokenizer(), engine), engine, operation, ServerLog("json"))
+        served = ServerApp(build_app("tiny-lm", model(), tokenizer(), engine), engine, operation, ServerLog("json"))
         written: list[dict] = []
 
         def lines() -> list[dict]:
