@@ -42,7 +42,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     pieces = None if options.text is None else read_pieces(options.text)
     documents = documents_for(tokenizer, pieces, length)
     progress(f"loading {options.model}", options.quiet)
-    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    model = load_model(options.model, options.dtype, options.device, options.quiet, options.weights)
     output = output_of(options, model, "heads")
     try:
         measured = measure(model, documents, output, options.quiet)
@@ -87,6 +87,8 @@ def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path,
 
 def _given(options: SimpleNamespace) -> list[str]:
     """Returns the arguments that reuse the same measurements."""
-    values = {name: getattr(options, name) for name in ("model", "output", "text", "length", "dtype", "device")}
+    values = {
+        name: getattr(options, name) for name in ("model", "output", "text", "length", "dtype", "weights", "device")
+    }
     given = {name: value for name, value in values.items() if value is not None and (name, value) != ("dtype", "auto")}
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]

@@ -38,7 +38,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     levelled = get_method(Thresholds(options.alpha_high[0], 0.0).method(options.method))
     config = levelled.config_for(model_config)
     _check_length(documents, config.window + config.sinks)
-    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    model = load_model(options.model, options.dtype, options.device, options.quiet, options.weights)
     settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}
     output = output_of(options, model, "thresholds")
     folder = RunFolder(output, settings)

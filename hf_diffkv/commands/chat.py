@@ -93,7 +93,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
                 f"{options.model} cannot be talked with: {one_line(error)} Use --plain to have lines continued."
             ) from error
     device = usable_device(options.device)
-    model = load_model(options.model, options.dtype, device, options.quiet)
+    model = load_model(options.model, options.dtype, device, options.quiet, options.weights)
     torch.manual_seed(options.seed)
     try:
         if saved is None:

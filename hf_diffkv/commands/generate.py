@@ -158,6 +158,7 @@ def _job(options: SimpleNamespace) -> Job:
         start=start,
         load_cache=options.load_cache and str(options.load_cache),
         save_cache=options.save_cache and str(options.save_cache),
+        weights=options.weights,
     )
 
 

@@ -69,7 +69,7 @@ def command(**given: Any) -> None:
         config_before(choice, model_config)
         ids, pieces = _tokens(options, text, position_limit(model_config))
         progress(f"loading {options.model}", options.quiet)
-        model = load_model(options.model, options.dtype, options.device, options.quiet)
+        model = load_model(options.model, options.dtype, options.device, options.quiet, options.weights)
         config = config_for(choice, model)
     found = {"model": options.model, "config": config.to_dict(), **_layers(model_config, config, options)}
     said = _layer_text(found)

@@ -17,7 +17,7 @@ from ..config.checks import bytes_in
 from ..config.presets import head_size, preset_named, published
 from ..heads.lookup import beside, user_folder, weights_known
 from ..heads.weights import model_digest
-from ..running.models import resolve_model
+from ..running.models import WEIGHTS, resolve_model
 from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
@@ -167,6 +167,12 @@ dtype_option = click.option(
 )
 running_options = chain(
     dtype_option,
+    click.option(
+        "--weights",
+        type=click.Choice(WEIGHTS),
+        metavar="W",
+        help="4bit or 8bit: quantise the weights with bitsandbytes; 4bit is faster on a CPU.  [default: as saved]",
+    ),
     click.option("--device", metavar="D", help="For example cpu or cuda:0.  [default: cuda where there is one]"),
 )
 

@@ -99,7 +99,7 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     from ..running.models import load_model
 
     found = stretches(read_pieces(options.text), tokenizer, options.documents, options.length, options.continued)
-    model = load_model(options.model, options.dtype, device, options.quiet)
+    model = load_model(options.model, options.dtype, device, options.quiet, options.weights)
     config = config_for(choice, model)
     progress(f"dense cache: {options.documents} x {options.length + options.continued:,} tokens", options.quiet)
     dense = get_method("dense")

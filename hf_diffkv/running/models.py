@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ HUB_IDS = {
     "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
     "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
 }
+# bits of weights that bitsandbytes quantises to
+WEIGHTS = ("4bit", "8bit")
 # default model for a quick try; wheels do not contain tiny-lm
 SMALLEST_MODEL = "tiny-lm" if (TINY_LM / "config.json").is_file() else "smollm2"
 
@@ -88,7 +91,9 @@ def load_config(name: str) -> tuple[Any, Any]:
         return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 
 
-def load_model(name: str, dtype: str = "auto", device: str | None = None, quiet: bool = False) -> Any:
+def load_model(
+    name: str, dtype: str = "auto", device: str | None = None, quiet: bool = False, weights: str | None = None
+) -> Any:
     """Loads a model, ready to run.
 
     Args:
@@ -96,12 +101,12 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None, quiet:
         dtype: "auto" or the name of a PyTorch dtype.
         device: device of the model; None takes a GPU if there is one.
         quiet: whether to hide Transformers' progress bars.
+        weights: one of `WEIGHTS`, or None for the weights as saved.
 
     Raises:
         EvaluationError: the model cannot be loaded, or the device cannot be used.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     hide_progress_bars(quiet)
     try:
@@ -109,9 +114,38 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None, quiet:
     except (RuntimeError, AssertionError) as error:
         raise EvaluationError(f"device {device} cannot be used: {str(error).splitlines()[0]}") from error
     with _loading(name):
-        chosen = dtype if dtype == "auto" else getattr(torch, dtype)
-        model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=chosen)
-        return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        return model_from(
+            resolve_model(name), dtype, device or ("cuda" if torch.cuda.is_available() else "cpu"), weights
+        )
+
+
+def model_from(path: str, dtype: str, device: str, weights: str | None = None) -> Any:
+    """Calls `from_pretrained` and moves the model to the device.
+
+    Args:
+        path: folder or Hub id.
+        dtype: "auto" or the name of a PyTorch dtype.
+        device: device of the model.
+        weights: one of `WEIGHTS`, for which bitsandbytes quantises the weights while they are loaded; None keeps them.
+
+    Raises:
+        ValueError: the weights are quantised already.
+        ImportError: bitsandbytes is missing.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    chosen = dtype if dtype == "auto" else getattr(torch, dtype)
+    if weights is None:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=chosen).to(device).eval()
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(f"weights={weights!r} needs bitsandbytes: pip install bitsandbytes")
+    if getattr(AutoConfig.from_pretrained(path), "quantization_config", None) is not None:
+        raise ValueError(f"its weights are quantised already; leave weights={weights!r} out.")
+    bits = BitsAndBytesConfig(load_in_4bit=weights == "4bit", load_in_8bit=weights == "8bit")
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=chosen, quantization_config=bits, device_map={"": device}
+    ).eval()
 
 
 def hide_progress_bars(quiet: bool) -> None:

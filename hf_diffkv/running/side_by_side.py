@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
+from transformers import AutoTokenizer, DynamicCache, TextStreamer
 
 from .. import plot
 from ..cache.diffkv_cache import DiffKVCache
@@ -28,7 +28,7 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..evaluation.errors import one_line
 from ..heads.lookup import HINTS
-from .models import hide_progress_bars
+from .models import hide_progress_bars, model_from
 from .peak import PeakMemory
 from .saved_talk import write_talk
 from .talk import Talk
@@ -69,6 +69,7 @@ class Job:
         start: `ids` and `first` of a conversation to continue, as in `Talk`; empty to begin one.
         load_cache: folder of a saved cache that has seen these ids (DiffKV only; others read them again).
         save_cache: folder to save the cache and the conversation to (DiffKV only).
+        weights: bits of the weights, one of `WEIGHTS`; None keeps them as saved.
     """
 
     cache: str
@@ -90,6 +91,7 @@ class Job:
     start: dict[str, Any] = dataclasses.field(default_factory=dict)
     load_cache: str | None = None
     save_cache: str | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,7 @@ def execute_here(job: Job) -> FinishedRun:
 def execute(job: Job) -> FinishedRun:
     """Runs `job` in this process, without converting errors."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
-    dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(job.device).eval()
+    model = model_from(job.model, job.dtype, job.device, job.weights)
     loaded = job.cache == DIFFKV and job.load_cache is not None
     cache = DiffKVCache.from_pretrained(job.load_cache, model) if loaded else _new_cache(model, job)
     talk = Talk(model, tokenizer, cache, chat=job.chat, system=job.system, **job.start)

@@ -210,7 +210,7 @@ def _serve(
     log = ServerLog(options.log_format, options.quiet)
     log.take_over()
     log.message(f"loading {options.model}")
-    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    model = load_model(options.model, options.dtype, options.device, options.quiet, options.weights)
     config = config_for(choice, model)
     try:
         sampling = _sampling(options, model.generation_config)

@@ -79,7 +79,7 @@ def command(**given: Any) -> None:
     (document,) = stretches(read_pieces(options.text), load_tokenizer(options.model), 1, context, further)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model = load_model(options.model, options.dtype, device, options.quiet)
+    model = load_model(options.model, options.dtype, device, options.quiet, options.weights)
     ids = [*document.context, *document.continuation]
     found = time_steps(model, methods, ids, options.steps, lambda message: progress(message, options.quiet))
     environment = describe_environment(model.device)

@@ -122,7 +122,7 @@ def evaluate(options: SimpleNamespace) -> tuple[list[Any], dict[str, Any]]:
         prepared = _fitting(prepared, limit, options.quiet)
     for task, documents in prepared:
         check_fits(task, documents, limit)
-    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    model = load_model(options.model, options.dtype, options.device, options.quiet, options.weights)
     dtype = str(model.dtype).removeprefix("torch.")
     settings = {"model": options.model, "dtype": dtype, "seed": options.seed}
     settings |= {name: value for name, value in generating.items() if value}
