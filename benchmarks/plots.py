@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hf_diffkv import plot
+from hf_diffkv_evaluation import lines
 
 
 def attention(rows: list[dict], folder: Path) -> Path | None:
@@ -22,7 +22,7 @@ def attention(rows: list[dict], folder: Path) -> Path | None:
     ylabel = "speed-up over the best dense attention"
     if not found:
         return None
-    picture = plot.curves(panels, ylabel, level=1, columns=len(batches), xscale="log", xlim=(None, None))
+    picture = lines.curves(panels, ylabel, level=1, columns=len(batches), xscale="log", xlim=(None, None))
     return picture.save(folder / "attention_gpu.png")
 
 
@@ -33,7 +33,7 @@ def memory_manager(rows: list[dict], folder: Path) -> Path | None:
     if not device:
         return None
     curves = _curves(device + host, "side", "shown", x="batch")
-    picture = plot.curves(curves, "us per compaction", xlabel="batch", yscale="log", ylim=(None, None))
+    picture = lines.curves(curves, "us per compaction", xlabel="batch", yscale="log", ylim=(None, None))
     return picture.save(folder / "memory_manager_gpu.png")
 
 
@@ -43,7 +43,7 @@ def prompt(rows: list[dict], folder: Path) -> Path | None:
     panels = _panels(found, "model", "name", "over_flash")
     if not found:
         return None
-    picture = plot.curves(panels, "time over flash attention's", xscale="log", xlim=(None, None), ylim=(0.9, None))
+    picture = lines.curves(panels, "time over flash attention's", xscale="log", xlim=(None, None), ylim=(0.9, None))
     return picture.save(folder / "prompt_gpu.png")
 
 
@@ -52,7 +52,7 @@ def decode(rows: list[dict], folder: Path) -> Path | None:
     found = [r for r in rows if r["kind"] == "length"]
     if not found:
         return None
-    return plot.speed(_curves(found, "cache", "ms_per_token")).save(folder / "decode_gpu.png")
+    return lines.speed(_curves(found, "cache", "ms_per_token")).save(folder / "decode_gpu.png")
 
 
 def decode_cpu(rows: list[dict], path: Path) -> Path:
@@ -61,14 +61,14 @@ def decode_cpu(rows: list[dict], path: Path) -> Path:
     for row in found:
         row["panel"] = f"{row['model']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
     found.sort(key=lambda r: (r["threads"], r["model"]))
-    return plot.speed(_panels(found, "panel", "cache", "shown")).save(path)
+    return lines.speed(_panels(found, "panel", "cache", "shown")).save(path)
 
 
 def bytes_cpu(rows: list[dict], path: Path) -> Path:
     """Bytes held over context at batch 1, all caches, a panel per model."""
     threads = min(r["threads"] for r in rows)
     found = [r for r in rows if r["batch"] == 1 and r["threads"] == threads]
-    return plot.memory(_panels(sorted(found, key=lambda r: r["model"]), "model", "cache", "cache_bytes")).save(path)
+    return lines.memory(_panels(sorted(found, key=lambda r: r["model"]), "model", "cache", "cache_bytes")).save(path)
 
 
 PLOTS: dict[str, Callable[[list[dict], Path], Path | None]] = {

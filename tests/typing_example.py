@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from hf_diffkv_demo.coloured_text import ColouredText
+from hf_diffkv_demo.coloured_text import text as coloured_text
+from hf_diffkv_evaluation.lines import memory as held_bytes
 
 import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig, MemoryReport, Precision, PrefixStore, plot
 from hf_diffkv.cache.report import LayerReport
 from hf_diffkv.planning import LayerShape
-from hf_diffkv.plot import ColouredText, Picture
+from hf_diffkv.plot import Picture
 from hf_diffkv.policy import Policy
 
 
@@ -48,8 +51,8 @@ def reports(cache: DiffKVCache) -> tuple[int, float]:
 
 def pictures(cache: DiffKVCache, ids: list[int], tokenizer: object, folder: Path) -> list[Path]:
     overview: Picture = plot.levels(cache)
-    text: ColouredText = hf_diffkv.plot.text(cache, ids, tokenizer, layer_idx=0, head=0).words()
-    lines: Picture = plot.memory({"DynamicCache": [(1024, 3.0e6)], "DiffKV": [(1024, 1.0e6)]})
+    text: ColouredText = coloured_text(cache, ids, tokenizer, layer_idx=0, head=0).words()
+    lines: Picture = held_bytes({"DynamicCache": [(1024, 3.0e6)], "DiffKV": [(1024, 1.0e6)]})
     return [overview.save(folder / "a.png"), text.save(folder / "b.html"), lines.save(folder / "c.png")]
 
 

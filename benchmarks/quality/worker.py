@@ -38,14 +38,13 @@ def work(job: dict[str, Any]) -> None:
     from hf_diffkv.evaluation.records import RunFolder
     from hf_diffkv.evaluation.runner import run
     from hf_diffkv.evaluation.tasks import get_task
-    from hf_diffkv.running.models import load_config, load_model
+    from hf_diffkv.running.models import load_model
 
     chosen = [get_method(label) for label in job["methods"]]
     tasks = [(get_task(name), [read_document(fields) for fields in documents]) for name, documents in job["tasks"]]
     folder = RunFolder(Path(job["folder"]), job["settings"])
-    _, tokenizer = load_config(job["model"])
     model = load_model(job["model"], job["settings"]["dtype"], job["device"], job["quiet"])
-    run(model, tokenizer, chosen, tasks, folder, retry=job["retry"], quiet=job["quiet"])
+    run(model, chosen, tasks, folder, retry=job["retry"], quiet=job["quiet"])
 
 
 def read_document(fields: dict[str, Any]) -> Any:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import hf_diffkv_evaluation.methods  # noqa: F401
 import pytest
 import torch
-from evaluated import gemma, invented, llama, names, tokenizer  # noqa: F401
+from evaluated import gemma, invented, llama, names, tokenizer, uncompiled_quanto  # noqa: F401
 
 from hf_diffkv.evaluation.methods import METHODS
 

@@ -125,7 +125,7 @@ def test_its_dense_cache_is_ours(records: dict, tokenizer: Any) -> None:
     """Another Transformers, the same documents: the same distributions."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
     for task, document in (("key-value", recall(tokenizer)), ("text", code(tokenizer))):
-        session = Session(model, get_method("dense"), tokenizer)
+        session = Session(model, get_method("dense"))
         sums, _, details = get_task(task).measure(session, document, None)
         found = records[task, NONE[0]]
         assert found.metrics["nll"] == pytest.approx(sums["nll"], rel=1e-5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from invented import GOOD, TASK, Invented
 
-from hf_diffkv.cli import USAGE_ERROR, main
+from hf_diffkv.cli import USAGE_ERROR
 from hf_diffkv.evaluation.errors import EvaluationError
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "quality"))
@@ -128,9 +128,3 @@ def test_files_that_hold_something_else(submissions: ModuleType, tmp_path: Path)
             submissions.read_submission(path)
     with pytest.raises(EvaluationError, match="cannot read"):
         submissions.read_submission(tmp_path / "missing.json")
-
-
-def test_the_command_of_the_library_names_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["evaluate", "--model", "tiny-lm", "--output", str(tmp_path / "run"), "--submit", "mine.json"]
-    assert main(given) == USAGE_ERROR
-    assert "--submit has gone; benchmarks/quality/peers.py has it." in capsys.readouterr().err

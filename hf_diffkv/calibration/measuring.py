@@ -24,7 +24,7 @@ class Bench:
     """A model and documents on which thresholds are measured. Records in `folder` are not measured again.
 
     Args:
-        model, tokenizer: loaded model and its tokenizer.
+        model: loaded model.
         base: method whose thresholds vary.
         task: task whose first metric is the criterion of calibration.
         documents: documents of the task.
@@ -34,7 +34,6 @@ class Bench:
     """
 
     model: Any
-    tokenizer: Any
     base: str
     task: Task
     documents: list[Document]
@@ -61,7 +60,7 @@ class Bench:
         labels = [each.method(self.base) for each in thresholds]
         methods = [get_method(label) for label in (DENSE, *labels)]
         tasks = [(self.task, self.documents)]
-        run(self.model, self.tokenizer, methods, tasks, self.folder, retry=self.retry, quiet=self.quiet)
+        run(self.model, methods, tasks, self.folder, retry=self.retry, quiet=self.quiet)
         wanted = {(document.name, document.digest) for document in self.documents}
         found: dict[str, list[Record]] = {}
         for record in self.folder.records():

@@ -43,7 +43,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     output = output_of(options, model, "thresholds")
     folder = RunFolder(output, settings)
     run_options = {"retry": options.retry, "quiet": options.quiet}
-    bench = Bench(model, tokenizer, options.method, task, documents, folder, **run_options)
+    bench = Bench(model, options.method, task, documents, folder, **run_options)
     layers = len(levelled.new_cache(model).compressed_layers()) if options.per_layer else None
     candidates = sweep(bench.measure, limit, Grid(options.alpha_high, options.alpha_low), layers)
 

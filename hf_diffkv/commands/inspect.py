@@ -145,7 +145,7 @@ def _layer_text(found: dict[str, Any]) -> str:
 
 def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[list[int], list[str]]:
     """Returns token ids and the text of each token."""
-    from ..plot.coloured_text import pieces_of_text
+    from ..plot.pieces import pieces_of_text
 
     ids, pieces = pieces_of_text(load_tokenizer(options.model), text)
     if not ids:

@@ -52,7 +52,7 @@ def _commit() -> str | None:
     try:
         if Path(git("rev-parse", "--show-toplevel")) != folder:
             return None
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "hf_diffkv")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "hf_diffkv", "packages/evaluation")
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None

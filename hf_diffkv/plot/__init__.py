@@ -1,16 +1,16 @@
 """Plots of caches and measurements in one palette.
 
-The plots need matplotlib (extra `plot`), which is imported when something is drawn; coloured text as HTML does not need
-it. Notebooks display the objects that these functions return, and `save(path)` writes them to a file.
+The plots need matplotlib (extra `plot`), which is imported when something is drawn. Coloured text and the plots of
+measurements are in other distributions (`packages/demo`, `packages/evaluation`). Notebooks display the objects that
+these functions return, and `save(path)` writes them to a file.
 """
 
 from typing import Any
 
 from ..extras import beside
-from .coloured_text import ColouredText, text
 from .figure import Picture
-from .lines import curves, loss, memory, speed
 from .overview import levels, precisions
+from .predicted import loss
 
 __all__ = [
     "ColouredText",
@@ -27,7 +27,11 @@ __all__ = [
 ]
 
 # names of other distributions: module, and the extra that installs it
-_BESIDE = {name: ("hf_diffkv_evaluation.scatter", "evaluation") for name in ("Point", "quality")}
+_BESIDE = {
+    **dict.fromkeys(("ColouredText", "text"), ("hf_diffkv_demo.coloured_text", "demo")),
+    **dict.fromkeys(("Point", "quality"), ("hf_diffkv_evaluation.scatter", "evaluation")),
+    **dict.fromkeys(("curves", "memory", "speed"), ("hf_diffkv_evaluation.lines", "evaluation")),
+}
 
 
 def __getattr__(name: str) -> Any:

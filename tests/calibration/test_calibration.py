@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.evaluation.tasks.facts import AskingTask
 from hf_diffkv.evaluation.tasks.prompts import encode
 from hf_diffkv.evaluation.tasks.text import stretches
+from hf_diffkv.extras import install
 from hf_diffkv.heads.hub import CONFIG_NAME
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
@@ -142,7 +144,7 @@ def test_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_datasets_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(EvaluationError, match=r"pip install .*\[eval\]'; or give .* --text FILE"):
+    with pytest.raises(EvaluationError, match=rf"{re.escape(install('eval'))}; or give .* --text FILE"):
         list(read_pieces("org/name"))
 
 

@@ -50,7 +50,7 @@ def go(path: Path, model: Any, *labels: str) -> list[tuple[str, str]]:
     """Runs methods and returns the pairs of method and document that were measured."""
     Invented.measured.clear()
     task, methods = get_task(TASK), [get_method(label) for label in labels]
-    run(model, None, methods, [(task, documents_of(task, Source(None, 1)))], RunFolder(path, {}), quiet=True)
+    run(model, methods, [(task, documents_of(task, Source(None, 1)))], RunFolder(path, {}), quiet=True)
     return list(Invented.measured)
 
 

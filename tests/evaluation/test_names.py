@@ -94,7 +94,13 @@ def test_a_task_that_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("name", "harness"),
-    [("gsm8k", "gsm8k"), ("humaneval-plus", "humaneval_plus"), ("longbench-repobench-p", "longbench_repobench-p")],
+    [
+        ("gsm8k", "gsm8k"),
+        ("humaneval-plus", "humaneval_plus"),
+        ("longbench-repobench-p", "longbench_repobench-p"),
+        ("ruler-niah-multikey-1", "niah_multikey_1"),
+        ("ruler-variable-tracking", "ruler_vt"),
+    ],
 )
 def test_a_task_that_the_harness_has(name: str, harness: str) -> None:
     with pytest.raises(EvaluationError, match=f"hf-diffkv lm-eval --model hf-diffkv .* --tasks {harness}$"):

@@ -24,7 +24,7 @@ def go(path: Path, *labels: str, count: int = 3, retry: bool = False) -> RunFold
     task = get_task(TASK)
     folder = RunFolder(path, SETTINGS)
     methods = [get_method(label) for label in labels]
-    run(MODEL, None, methods, [(task, documents_of(task, Source(None, count)))], folder, retry=retry, quiet=True)
+    run(MODEL, methods, [(task, documents_of(task, Source(None, count)))], folder, retry=retry, quiet=True)
     return folder
 
 

@@ -128,26 +128,6 @@ def test_branches_of_other_kinds_of_layers(family: str, label: str) -> None:
     torch.testing.assert_close(found, without_cache(model, PROMPT + TEXTS[0], len(TEXTS[0])), **TOLERANCE)
 
 
-@pytest.mark.parametrize("label", [*EXACT, "quanto:4"])
-def test_generation(label: str, tiny_lm: Any, tokenizer: Any) -> None:
-    ids = tokenizer("def f(x):\n    return x\n\n" * 8).input_ids
-    session = Session(tiny_lm, get_method(label), tokenizer)
-    text = session.generate(ids, 12)
-    assert session.seen == session.cache.get_seq_length() == len(ids) + 11
-    if label in EXACT:
-        expected = list(ids)
-        for _ in range(12):
-            expected.append(int(without_cache(tiny_lm, expected, 1).argmax()))
-        assert text == tokenizer.decode(expected[len(ids) :])
-
-
-def test_generation_can_sample(tiny_lm: Any, tokenizer: Any) -> None:
-    ids = tokenizer("def ").input_ids
-    torch.manual_seed(0)
-    texts = {Session(tiny_lm, get_method("dense"), tokenizer).generate(ids, 8, do_sample=True) for _ in range(5)}
-    assert len(texts) > 1
-
-
 @pytest.mark.parametrize("label", EXACT + LOSSY)
 def test_the_model_is_left_as_it_was(label: str, llama: Any) -> None:
     config, weights = copy.deepcopy(llama.config), copy.deepcopy(llama.state_dict())

@@ -49,6 +49,8 @@ USES = {
     "from hf_diffkv.cli import main; raise SystemExit(main(['bench', '--model', 'tiny-lm']))": "packages/evaluation",
     "from hf_diffkv.cli import main; raise SystemExit(main(['lm-eval', 'run']))": "packages/evaluation[harness]",
     "import hf_diffkv; hf_diffkv.plot.quality": "packages/evaluation",
+    "import hf_diffkv; hf_diffkv.plot.speed": "packages/evaluation",
+    "import hf_diffkv; hf_diffkv.plot.text": "packages/demo",
     BATCH: "packages/serving",
 }
 

@@ -104,28 +104,8 @@ def test_an_empty_cache_is_refused() -> None:
         plot.levels(report_of([]))
 
 
-def test_memory_and_speed_show_their_points() -> None:
-    held = {"dense": [(2000, 8e6), (1000, 4e6)], "DiffKV": [(1000, 1e6), (2000, 3e6)]}
-    (axis,) = plot.memory(held, title="a model").figure.axes
-    lines = {line.get_label(): line for line in axis.lines}
-    assert lines["dense"].get_xydata().tolist() == [[1000, 4], [2000, 8]]
-    assert lines["DiffKV"].get_xydata().tolist() == [[1000, 1], [2000, 3]]
-    assert (axis.get_title(), axis.get_ylabel()) == ("a model", "MB held")
-    assert {name: line.get_color() for name, line in lines.items()} == {
-        name: palette.style_of(name).colour for name in held
-    }
-    panels = plot.speed({"one": {"dense": [(1, 5.0)]}, "two": {"DiffKV": [(1, 6.0)], "dense": [(1, 7.0)]}}).figure
-    assert [axis.get_title() for axis in panels.axes] == ["one", "two"]
-    shown = [{line.get_label(): line.get_ydata()[0] for line in axis.lines} for axis in panels.axes]
-    assert shown == [{"dense": 5.0}, {"dense": 7.0, "DiffKV": 6.0}]
-    assert [text.get_text() for text in panels.legends[0].get_texts()] == ["dense", "DiffKV"]
-    assert plot.memory({"dense": [(1, 2e9)]}).figure.axes[0].get_ylabel() == "GB held"
-    with pytest.raises(ValueError, match="curves is empty"):
-        plot.memory({})
-
-
 def test_pictures_are_shown_by_notebooks_and_saved(tmp_path: Path) -> None:
-    picture = plot.speed({"dense": [(1, 1.0)]})
+    picture = plot.levels(report_of([LayerReport(0, (1,), (1,), (1,), (1,))]))
     assert picture._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
     for name in ("picture.png", "picture.svg"):
         assert picture.save(tmp_path / name) == tmp_path / name and (tmp_path / name).stat().st_size > 1000
@@ -139,8 +119,6 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for draw in (
         lambda: plot.levels(report_of([layer])),
         lambda: plot.precisions(report_of([dataclasses.replace(layer, precisions=("K4V3",))])),
-        lambda: plot.speed({"dense": [(1, 1)]}),
-        lambda: plot.ColouredText(["a"], {"high": [1]}, "").save("a.png"),
     ):
         with pytest.raises(ImportError, match=r"pip install .*\[plot\]'"):
             draw()
@@ -148,7 +126,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_imports_are_light() -> None:
     code = "import sys, hf_diffkv; before = set(sys.modules); hf_diffkv.plot.text, hf_diffkv.plot.Point; "
-    code += "from hf_diffkv.plot.palette import LEVELS; hf_diffkv.plot.levels; import hf_diffkv.plot.lines; "
+    code += "from hf_diffkv.plot.palette import LEVELS; hf_diffkv.plot.levels, hf_diffkv.plot.speed; "
     code += "print([n for n in ('torch', 'transformers', 'matplotlib', 'numpy') if n in sys.modules], len(LEVELS))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[] 4"

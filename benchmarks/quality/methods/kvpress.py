@@ -53,6 +53,7 @@ class KVPressMethod(Method):
     """
 
     environment = Isolated("kvpress")
+    # its cache does not count the tokens it drops, so `generate()` would use wrong positions (`decoding.py`)
     drops_tokens = True
     packages = ("kvpress", "transformers")
 

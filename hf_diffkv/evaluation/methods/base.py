@@ -31,15 +31,6 @@ class HeldBytes:
     simulated: bool = False
     levels: dict[str, int] | None = None
 
-    def share(self, part: float) -> HeldBytes:
-        """Scales all numbers by `part`."""
-        return HeldBytes(
-            round(self.bytes * part),
-            None if self.payload_bytes is None else round(self.payload_bytes * part),
-            self.simulated,
-            None if self.levels is None else {name: round(count * part) for name, count in self.levels.items()},
-        )
-
 
 class Method(ABC):
     """A KV cache method."""
@@ -47,12 +38,8 @@ class Method(ABC):
     label: str = ""
     # environment of packages with `name` and `run`, if it cannot run in this one (benchmarks/quality/isolated.py)
     environment: Any = None
-    # whether its cache does not count the tokens it drops, so that generate() would use wrong positions
-    drops_tokens = False
     # whether one cache can hold several left-padded documents, each as if it were alone
     batches = False
-    # whether padding is stored like other tokens
-    stores_padding = True
     # whether several texts may be run at once, separated by a mask (`Session.ask`)
     asks_at_once = True
     # further distributions whose versions affect its figures

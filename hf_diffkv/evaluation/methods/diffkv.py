@@ -53,7 +53,6 @@ class DiffKVMethod(Method):
     """
 
     batches = True
-    stores_padding = False
 
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base

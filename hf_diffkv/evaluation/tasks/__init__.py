@@ -23,8 +23,12 @@ HARNESS_TASKS = {
     "humaneval": "humaneval",
     "humaneval-plus": "humaneval_plus",
     "mbpp-plus": "mbpp_plus",
+    "ruler": "ruler",
+    "ruler-common-words": "ruler_cwe",
+    "ruler-frequent-words": "ruler_fwe",
     "ruler-qa-1": "ruler_qa_squad",
     "ruler-qa-2": "ruler_qa_hotpot",
+    "ruler-variable-tracking": "ruler_vt",
     "longbench": "longbench",
 }
 
@@ -55,6 +59,8 @@ def harness_task(name: str) -> str | None:
     """Returns lm-evaluation-harness's name for a task formerly called `name` here, or None."""
     if name.startswith("longbench-"):
         return name.replace("-", "_").replace("repobench_p", "repobench-p")
+    if name.startswith("ruler-niah-"):
+        return name.removeprefix("ruler-").replace("-", "_")
     return HARNESS_TASKS.get(name)
 
 

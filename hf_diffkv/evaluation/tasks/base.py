@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..session import Batch, Session
+from ..session import Session
 
 # sum and weight of one document by metric; a figure over documents is the sum of sums over the sum of weights
 Sums = dict[str, tuple[float, float]]
@@ -82,8 +82,7 @@ class Source:
         length: number of tokens of a prompt; None takes the task's own.
         seed: seed of all random draws.
         limit: maximum number of tokens of the model; None if unknown.
-        max_new_tokens: maximum number of generated tokens; None takes the task's own.
-        sample: whether to sample tokens by the model's generation config instead of greedy decoding.
+        max_new_tokens: number of tokens that a task generates; None takes the task's own.
     """
 
     tokenizer: Any
@@ -92,7 +91,6 @@ class Source:
     seed: int = 0
     limit: int | None = None
     max_new_tokens: int | None = None
-    sample: bool = False
 
 
 class Task(ABC):
@@ -101,8 +99,6 @@ class Task(ABC):
     name: str = ""
     # names of groups of tasks for commands; tasks of "offline" take little time
     suites: tuple[str, ...] = ("offline",)
-    # whether `measure_batch` can measure several documents in one cache
-    batches = False
     # default number of documents, and of tokens of a prompt
     count = 4
     length: int | None = 1600
@@ -122,12 +118,6 @@ class Task(ABC):
             reference: observations of this document with the dense cache; None for the dense cache itself.
 
         Returns:
-            Sums of the task's metrics; observations, with which later methods are compared; and details for the record.
-            Details include "held", and "tokens" with the number of tokens if it can differ between methods.
+            Sums of the task's metrics; observations, with which later methods are compared; and details for the record,
+            with the `HeldBytes` as "held".
         """
-
-    def measure_batch(
-        self, batch: Batch, documents: Sequence[Document], references: Sequence[Any]
-    ) -> list[tuple[Sums, Any, dict[str, Any]]]:
-        """Measures several documents in the empty cache of `batch`, and returns the result of `measure` for each."""
-        raise NotImplementedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..errors import EvaluationError
 from .base import Source
@@ -64,14 +64,9 @@ def invented_word(rng: random.Random) -> str:
 
 def distinct(rng: random.Random, count: int) -> list[str]:
     """Draws `count` different invented words."""
-    return different(lambda: invented_word(rng), count)
-
-
-def different(draw: Callable[[], str], count: int, known: Iterable[str] = ()) -> list[str]:
-    """Returns `known` with further draws, until there are `count` different texts."""
-    found = dict.fromkeys(known)
+    found: dict[str, None] = {}
     while len(found) < count:
-        found[draw()] = None
+        found[invented_word(rng)] = None
     return list(found)
 
 

@@ -17,7 +17,7 @@ from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.cache.report import MemoryReport, held_bytes
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.evaluation.comparison import Agreement
-from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
+from hf_diffkv.plot.pieces import pieces_of_ids, pieces_of_text
 from hf_diffkv.running.models import HUB_IDS, resolve_model
 from hf_diffkv.running.side_by_side import EXPECTED_ERRORS, bytes_of_layers
 from hf_diffkv.running.talk import chat_turns

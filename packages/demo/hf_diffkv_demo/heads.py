@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hf_diffkv.cache.report import LayerReport, level_counts
-from hf_diffkv.plot.coloured_text import ColouredText
 from hf_diffkv.plot.overview import precision_colours
 from hf_diffkv.plot.palette import LEVELS, style_of
 from hf_diffkv.precision import Precision
 
+from .coloured_text import ColouredText
 from .figures import message
 from .generation import Result
 

@@ -91,7 +91,7 @@ def test_defaults_are_what_the_model_takes(
 ) -> None:
     """tiny-lm takes 4,096 tokens; what is asked for by name is refused instead."""
     taken: list[str] = []
-    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: taken.extend(task.name for task, _ in args[3]))
+    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: taken.extend(task.name for task, _ in args[2]))
     arguments = ["evaluate", "--model", "tiny-lm", "--methods", "dense", "--output", str(tmp_path), "--documents", "1"]
     assert main(arguments) == 0
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("left out"))
@@ -114,6 +114,13 @@ BAD = {
     "length": (["--length", "-3"], "'--length': -3 is too few; give at least 1."),
     "short prompt": (["--tasks", "key-value", "--length", "50"], "too short for 12 facts; raise --length."),
     "long prompt": (["--length", "5000"], "needs 5000 tokens but the model's max_position_embeddings is 4096"),
+    "new tokens": (["--max-new-tokens", "0"], "'--max-new-tokens': 0 is too few; give at least 1."),
+    "long text": (["--tasks", "trajectory", "--max-new-tokens", "4096"], "lower --length or --max-new-tokens"),
+    "harness": (["--tasks", "gsm8k"], "task 'gsm8k' is run by lm-evaluation-harness: hf-diffkv lm-eval --model"),
+    "suite of the harness": (["--tasks", "ruler"], "--tasks ruler"),
+    "submission": (["--submit", "a.json"], "--submit has gone; benchmarks/quality/peers.py has it."),
+    "sampling": (["--sample"], "--sample has gone; tasks that generate are run by hf-diffkv lm-eval"),
+    "batches": (["--batch-size", "2"], "--batch-size has gone; tasks that generate are run by hf-diffkv lm-eval"),
     "model": (["--model", "tinylm"], "did you mean 'tiny-lm'"),
     "folder": (["--model", "/nowhere/at/all"], "there is no folder '/nowhere/at/all'."),
     "device": (["--device", "mars"], "device mars cannot be used"),
@@ -146,6 +153,7 @@ def test_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for options, said in (
         (["--seed", "1"], "seed=0, not 1"),
         (["--dtype", "float32"], "dtype='bfloat16', not 'float32'"),
+        (["--max-new-tokens", "4"], "max_new_tokens=None, not 4"),
     ):
         assert evaluate(tmp_path, *options) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -17,7 +17,11 @@ from hf_diffkv.evaluation.errors import EvaluationError
 # suite of small tasks
 OFFLINE_SUITE = "offline"
 # options of earlier releases, with what to do instead
-GONE = {"--submit": "benchmarks/quality/peers.py has it"}
+GONE = {
+    "--submit": "benchmarks/quality/peers.py has it",
+    "--sample": "tasks that generate are run by hf-diffkv lm-eval, which samples with --gen_kwargs do_sample=True",
+    "--batch-size": "tasks that generate are run by hf-diffkv lm-eval, with --batch_size",
+}
 DEFAULT_METHODS = "dense,diffkv,diffkv:K8V4,diffkv:K4V2,quanto:4"
 
 
@@ -57,14 +61,6 @@ OPTIONS = (
     click.option(
         "--max-new-tokens", type=AtLeast(), metavar="N", help="In tasks that generate.  [default: the task's own]"
     ),
-    click.option("--sample", is_flag=True, help="Draw tokens as the model's generation config says, not greedily."),
-    click.option(
-        "--batch-size",
-        type=AtLeast(),
-        default=1,
-        metavar="N",
-        help="Documents per cache, if task and method allow it.",
-    ),
     running_options,
     click.option("--retry", is_flag=True, help="Run again what failed before."),
     quiet_option,
@@ -81,6 +77,14 @@ def evaluate_options(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
+def gone_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options of `GONE`, as decorator."""
+    for name in GONE:
+        flag: dict[str, Any] = {"is_flag": True, "default": None} if name == "--sample" else {}
+        function = click.option(name, hidden=True, expose_value=False, callback=_refuse, **flag)(function)
+    return function
+
+
 @click.command(
     "evaluate",
     cls=Command,
@@ -88,7 +92,7 @@ def evaluate_options(function: Callable[..., None]) -> Callable[..., None]:
     "OUTPUT/records.jsonl, a table to OUTPUT/table.md and plots beside them. Run it again to continue.",
 )
 @evaluate_options
-@click.option("--submit", hidden=True, expose_value=False, callback=_refuse)
+@gone_options
 def command(**given: Any) -> None:
     evaluate(SimpleNamespace(**given))
 
@@ -115,8 +119,7 @@ def evaluate(options: SimpleNamespace) -> tuple[list[Any], dict[str, Any]]:
     tasks = _tasks(OFFLINE_SUITE if options.tasks is None else options.tasks)
     config, tokenizer = load_config(options.model)
     limit = position_limit(config)
-    generating = {"sample": options.sample, "max_new_tokens": options.max_new_tokens}
-    source = Source(tokenizer, options.documents or 0, options.length, options.seed, limit, **generating)
+    source = Source(tokenizer, options.documents or 0, options.length, options.seed, limit, options.max_new_tokens)
     prepared = [(task, documents_of(task, source)) for task in tasks]
     if options.tasks is None:
         prepared = _fitting(prepared, limit, options.quiet)
@@ -125,7 +128,7 @@ def evaluate(options: SimpleNamespace) -> tuple[list[Any], dict[str, Any]]:
     model = load_model(options.model, options.dtype, options.device, options.quiet, options.weights)
     dtype = str(model.dtype).removeprefix("torch.")
     settings = {"model": options.model, "dtype": dtype, "seed": options.seed}
-    settings |= {name: value for name, value in generating.items() if value}
+    settings |= {"max_new_tokens": options.max_new_tokens} if options.max_new_tokens else {}
     folder = RunFolder(options.output, settings)
     here = [method for method in methods if method.environment is None]
     elsewhere = [method for method in methods if method.environment is not None]
@@ -134,7 +137,7 @@ def evaluate(options: SimpleNamespace) -> tuple[list[Any], dict[str, Any]]:
     bases = bases_of(model, [*methods, *earlier])
     try:
         shared = {"retry": options.retry, "quiet": options.quiet}
-        run(model, tokenizer, here, prepared, folder, batch_size=options.batch_size, **shared)
+        run(model, here, prepared, folder, **shared)
         # other processes load the model again
         del model
         for environment in dict.fromkeys(method.environment for method in elsewhere):

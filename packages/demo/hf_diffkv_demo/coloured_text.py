@@ -12,14 +12,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .figure import SIZE, SMALL, Picture, new_figure
-from .palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on, mixed
+from hf_diffkv.plot.figure import SIZE, SMALL, Picture, new_figure
+from hf_diffkv.plot.palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on, mixed
+from hf_diffkv.plot.pieces import pieces_of_ids
 
 if TYPE_CHECKING:
-    from ..cache.diffkv_cache import DiffKVCache
+    from hf_diffkv.cache.diffkv_cache import DiffKVCache
 
 LONGEST_WORD = 24
-REPLACEMENT = "\ufffd"
 NEWLINE = "↵"
 STYLE = (
     "white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,monospace;font-size:.9em;line-height:1.6;"
@@ -196,7 +196,7 @@ def text(
         ValueError: there is no such layer, head or request, the cache is empty or has seen more tokens than are given,
             or ids are given without a tokenizer.
     """
-    from ..cache.report import level_counts, levels_of_request
+    from hf_diffkv.cache.report import level_counts, levels_of_request
 
     levels = levels_of_request(cache, request, layer_idx, head)
     seen, given = levels.shape[1], list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
@@ -209,46 +209,6 @@ def text(
     place = "all layers and heads" if layer_idx is None else f"layer {layer_idx}"
     place += "" if layer_idx is None else ", all KV heads" if head is None else f", KV head {head}"
     return ColouredText(given[:seen], level_counts(levels), place, generated_from)
-
-
-def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[str]]:
-    """Tokenizes a text; returns the ids and the part of the text that each token covers.
-
-    The parts add up to the text. A character of several tokens is assigned to one of them. Slow tokenizers, which give
-    no offsets, decode each token instead.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        text: text to split.
-        add_special_tokens: False if the text already contains them, as with chat templates.
-    """
-    encoded = tokenizer(
-        text, return_offsets_mapping=tokenizer.is_fast, add_special_tokens=add_special_tokens, verbose=False
-    )
-    ids = encoded["input_ids"]
-    if not tokenizer.is_fast:
-        return ids, pieces_of_ids(tokenizer, ids)
-    parts, start = [], 0
-    for _, end in encoded["offset_mapping"]:
-        parts.append(text[start : max(start, end)])
-        start = max(start, end)
-    return ids, parts
-
-
-def pieces_of_ids(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]:
-    """Returns the text that each token adds. A character of several tokens is assigned to the last of them."""
-    parts = []
-    # the text of a token may depend on the piece before it
-    before, start = 0, 0
-    for end in range(1, len(ids) + 1):
-        known = tokenizer.decode(ids[before:start], skip_special_tokens=skip_special_tokens)
-        text = tokenizer.decode(ids[before:end], skip_special_tokens=skip_special_tokens)
-        if text.endswith(REPLACEMENT):
-            parts.append("")
-            continue
-        parts.append(text[len(known) :])
-        before, start = start, end
-    return parts
 
 
 def _picture(shown: ColouredText) -> Picture:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hf_diffkv_demo import coloured_text as plot
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_diffkv import DiffKVCache, plot
+from hf_diffkv import DiffKVCache
 from hf_diffkv.compat import passing
-from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
 from hf_diffkv.plot.palette import LEVELS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
 TEXT = (ROOT / "examples" / "prompts" / "recall.txt").read_text()[:300] + "<&>\n\nend"
 NAMES = {0: "pruned", 1: "low", 2: "high", 3: "window"}
@@ -96,7 +97,7 @@ def test_a_page_and_a_picture_are_saved(ran: tuple, tmp_path: Path) -> None:
 
 
 def test_a_picture_wraps_and_keeps_each_character_in_its_cell() -> None:
-    from hf_diffkv.plot.coloured_text import LINE_CELLS, _parts
+    from hf_diffkv_demo.coloured_text import LINE_CELLS, _parts
 
     pieces = ["a" * (LINE_CELLS - 1), "漢", "é\n", "\n", "b\t", "c" * 97, " ", "dd", "d e"]
     counts = [index % 2 for index in range(len(pieces))]
@@ -160,19 +161,7 @@ def test_padding_has_no_colour() -> None:
     assert "opacity" in plot.text(cache, ids[1], tokenizer, request=1).html()
 
 
-class Bytes:
-    """Tokens are bytes of UTF-8."""
-
-    is_fast = False
-
-    def __call__(self, text: str, **kwargs: object) -> dict:
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-
-def test_characters_of_several_tokens_appear_once() -> None:
-    pieces = ["a", "", "é", "", "", "€", "b"]
-    assert pieces_of_ids(Bytes(), list("aé€b".encode())) == pieces
-    assert pieces_of_text(Bytes(), "aé€b") == (list("aé€b".encode()), pieces)
+def test_pictures_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install .*\[plot\]'"):
+        plot.ColouredText(["a"], {"high": [1]}, "").save("a.png")

@@ -1,18 +1,21 @@
-"""Generation behind what is in the cache already: one forward per token as the yardstick, batches, dropped tokens."""
+"""Generation behind what is in the cache already: one forward per token as the yardstick, dropped tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from small_chat_models import byte_tokenizer, tiny_chat_model
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv.compat import passed, passing
 from hf_diffkv.evaluation.methods import Method, get_method
 from hf_diffkv.evaluation.methods.dense import DenseMethod
-from hf_diffkv.evaluation.session import Batch, Session, decode_by_forwards
+from hf_diffkv.evaluation.session import Session
+from hf_diffkv.running.models import TINY_LM
 
 CONTEXT = "A text that comes first, long enough to be compressed. " * 3
 QUESTIONS = ["What does it say?", "Why? And why is the second question longer than the first?", "So?"]
@@ -33,6 +36,26 @@ def model(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
 @pytest.fixture(scope="module")
 def llama(tokenizer: Any) -> Any:
     return tiny_chat_model("llama", tokenizer)
+
+
+@pytest.fixture
+def decoding(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("decoding")
+
+
+@pytest.fixture
+def generate(decoding: ModuleType) -> Callable[..., list[int]]:
+    return decoding.generate
+
+
+@pytest.fixture
+def code_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_LM)
+
+
+@pytest.fixture
+def tiny_lm() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -58,29 +81,28 @@ def greedy(model: Any, cache: Any, parts: list[list[int]], steps: int = STEPS) -
 
 
 @pytest.mark.parametrize("label", ["dense", LOSSLESS, "diffkv", "diffkv:3/0.5", "quanto:4"])
-def test_generate_goes_on_behind_a_context(model: Any, tokenizer: Any, label: str) -> None:
+def test_generate_goes_on_behind_a_context(generate: Any, model: Any, tokenizer: Any, label: str) -> None:
     context, question = ids_of(tokenizer, CONTEXT), ids_of(tokenizer, QUESTIONS[0])
     method = get_method(label)
     alone = Session(model, method)
     with method.attached(model, alone.cache):
         expected = greedy(model, alone.cache, [context, question])
-    session = Session(model, method, tokenizer)
+    session = Session(model, method)
     session.forward(context)
-    text = session.generate(question, STEPS)
-    assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert generate(session, question, STEPS) == expected
     assert session.ids == [*context, *question, *expected[:-1]]
 
 
-def test_generate_twice(llama: Any, tokenizer: Any) -> None:
+def test_generate_twice(generate: Any, llama: Any, tokenizer: Any) -> None:
     parts = [ids_of(tokenizer, text) for text in (CONTEXT, QUESTIONS[0])]
-    session = Session(llama, get_method("dense"), tokenizer)
+    session = Session(llama, get_method("dense"))
     session.forward(parts[0])
-    session.generate(parts[1], 3)
+    generate(session, parts[1], 3)
     behind = session.branch()
-    text = session.generate(ids_of(tokenizer, "More"), 5)
-    assert behind.generate(ids_of(tokenizer, "More"), 5) == text
+    written = generate(session, ids_of(tokenizer, "More"), 5)
+    assert generate(behind, ids_of(tokenizer, "More"), 5) == written
     whole = [*session.ids[:-4]]
-    assert tokenizer.decode(greedy(llama, DynamicCache(), [whole], 5), skip_special_tokens=True) == text
+    assert greedy(llama, DynamicCache(), [whole], 5) == written
 
 
 @pytest.mark.parametrize(
@@ -93,29 +115,31 @@ def test_generate_twice(llama: Any, tokenizer: Any) -> None:
         {"do_sample": True, "top_k": 0, "min_p": 0.05},
     ],
 )
-def test_forwards_write_what_generate_writes(llama: Any, tokenizer: Any, options: dict[str, Any]) -> None:
+def test_forwards_write_what_generate_writes(
+    decoding: ModuleType, generate: Any, llama: Any, tokenizer: Any, options: dict[str, Any]
+) -> None:
     context, question = ids_of(tokenizer, CONTEXT), ids_of(tokenizer, QUESTIONS[0])
     method = get_method("dense")
-    texts = []
-    for write in (lambda s, *a: s.generate(*a[:2], **a[2]), decode_by_forwards):
-        session = Session(llama, method, tokenizer)
+    found = []
+    for write in (lambda *given: generate(*given[:3], **given[3]), decoding.decode_by_forwards):
+        session = Session(llama, method)
         session.forward(context)
         torch.manual_seed(3)
-        texts.append((write(session, question, 40, options), session.ids))
-    assert texts[0] == texts[1]
-    assert len(texts[0][0]) > 5
+        found.append((write(session, question, 40, options), session.ids))
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 5
 
 
-def test_the_end_of_text(llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_text(generate: Any, llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     question = ids_of(tokenizer, QUESTIONS[1])
     written = greedy(llama, DynamicCache(), [question], 20)
     # an end of text in the middle of what the model writes
     monkeypatch.setattr(llama.generation_config, "eos_token_id", [9999, written[7]])
     end = written.index(written[7]) + 1
     for drops in (False, True):
-        monkeypatch.setattr(DenseMethod, "drops_tokens", drops)
-        session = Session(llama, get_method("dense"), tokenizer)
-        assert session.generate(question, 20) == tokenizer.decode(written[:end], skip_special_tokens=True)
+        monkeypatch.setattr(DenseMethod, "drops_tokens", drops, raising=False)
+        session = Session(llama, get_method("dense"))
+        assert generate(session, question, 20) == written[:end]
         assert session.ids == [*question, *written[: end - 1]]
 
 
@@ -154,11 +178,11 @@ class _Drop:
 
 
 @torch.no_grad()
-def test_dropped_tokens_keep_the_positions_of_others(model: Any, tokenizer: Any) -> None:
+def test_dropped_tokens_keep_the_positions_of_others(generate: Any, model: Any, tokenizer: Any) -> None:
     context, question = ids_of(tokenizer, CONTEXT), ids_of(tokenizer, QUESTIONS[0])
-    session = Session(model, Dropping(), tokenizer)
+    session = Session(model, Dropping())
     session.forward(context)
-    text = session.generate(question, STEPS)
+    written = generate(session, question, STEPS)
     assert session.cache.get_seq_length() == 20 + len(question) + STEPS - 1
     # one dense forward per token over everything, in which what follows the context does not see what was dropped
     ids, size = [*context, *question], len(context)
@@ -167,65 +191,33 @@ def test_dropped_tokens_keep_the_positions_of_others(model: Any, tokenizer: Any)
         mask[size:, 4 : size - 16] = False
         logits = model(torch.tensor([ids]), attention_mask=mask[None, None], use_cache=False).logits[0, -1]
         ids.append(int(logits.argmax()))
-    assert text == tokenizer.decode(ids[-STEPS:], skip_special_tokens=True)
+    assert written == ids[-STEPS:]
 
 
-@pytest.mark.parametrize("context", [True, False])
-@pytest.mark.parametrize("label", ["dense", LOSSLESS])
-def test_a_batch_writes_what_its_documents_write_alone(
-    model: Any, tokenizer: Any, label: str, context: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
-    contexts = [ids_of(tokenizer, CONTEXT[: 60 + 35 * index]) for index in range(3)]
-    questions = [ids_of(tokenizer, question) for question in QUESTIONS]
-    method = get_method(label)
-    assert method.batches
-    alone, held = [], []
-    for first, question in zip(contexts, questions):
-        session = Session(model, method, tokenizer)
-        if context:
-            session.forward(first)
-        alone.append(session.generate(question, STEPS))
-        held.append(session.held())
-    batch = Batch(model, method, tokenizer)
-    if context:
-        batch.forward(contexts)
-    assert batch.generate(questions, STEPS) == alone
-    if label == "dense":
-        assert batch.held() == held
-    else:
-        # pages are shared out by tokens
-        for mine, theirs in zip(batch.held(), held):
-            assert mine.payload_bytes == pytest.approx(theirs.payload_bytes, rel=0.01)
-        assert sum(mine.bytes for mine in batch.held()) == pytest.approx(method.held(batch.cache).bytes, abs=3)
-
-
-def test_documents_of_a_batch_end_by_themselves(llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    questions = [ids_of(tokenizer, question) for question in QUESTIONS]
-    written = [greedy(llama, DynamicCache(), [question], 20) for question in questions]
-    end = written[0][5]
-    assert written[0].index(end) == 5 and end not in written[1]
-    monkeypatch.setattr(llama.generation_config, "eos_token_id", end)
-    method = get_method("dense")
-    sessions = [Session(llama, method, tokenizer) for _ in questions]
-    alone = [session.generate(question, 20) for session, question in zip(sessions, questions)]
-    for pad in (tokenizer.pad_token_id, end):
-        batch = Batch(llama, method, tokenizer)
-        batch.pad = pad
-        assert batch.generate(questions, 20) == alone
-        assert batch.held() == [session.held() for session in sessions]
-    # a compressed cache holds what a document gets behind its end, but not the padding
-    lossless = get_method(LOSSLESS)
-    batch = Batch(llama, lossless, tokenizer)
-    assert batch.generate(questions, 20) == alone
-    stored = sum(map(len, questions)) + 3 * 19
-    assert sum(held.bytes for held in batch.held()) == pytest.approx(
-        lossless.held(batch.cache).bytes * sum(session.seen for session in sessions) / stored, abs=3
-    )
-    assert sessions[0].seen == len(questions[0]) + 5
-
-
-def test_unknown_options_of_forwards(llama: Any, tokenizer: Any) -> None:
-    session = Session(llama, get_method("dense"), tokenizer)
+def test_unknown_options_of_forwards(decoding: ModuleType, llama: Any, tokenizer: Any) -> None:
+    session = Session(llama, get_method("dense"))
     with pytest.raises(ValueError, match="no field 'temprature'"):
-        decode_by_forwards(session, [5], 2, {"temprature": 0.5})
+        decoding.decode_by_forwards(session, [5], 2, {"temprature": 0.5})
+
+
+@pytest.mark.parametrize("label", ["dense", LOSSLESS, "quanto:4"])
+def test_generation(generate: Any, label: str, tiny_lm: Any, code_tokenizer: Any) -> None:
+    ids = code_tokenizer("def f(x):\n    return x\n\n" * 8).input_ids
+    session = Session(tiny_lm, get_method(label))
+    written = generate(session, ids, 12)
+    assert session.seen == session.cache.get_seq_length() == len(ids) + 11
+    if label in ("dense", LOSSLESS):
+        expected = list(ids)
+        for _ in range(12):
+            with torch.no_grad():
+                logits = tiny_lm(torch.tensor([expected]), use_cache=False).logits[0, -1]
+            expected.append(int(logits.argmax()))
+        assert written == expected[len(ids) :]
+
+
+def test_generation_can_sample(generate: Any, tiny_lm: Any, code_tokenizer: Any) -> None:
+    ids = code_tokenizer("def ").input_ids
+    torch.manual_seed(0)
+    dense = get_method("dense")
+    drawn = {tuple(generate(Session(tiny_lm, dense), ids, 8, do_sample=True)) for _ in range(5)}
+    assert len(drawn) > 1
