@@ -96,6 +96,11 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float64 and _has_triton() and _fits(device)
 
 
+def forced() -> str | None:
+    """Returns the backend of the innermost `use_backend`, or None."""
+    return _forced
+
+
 def is_forced(name: str) -> bool:
     """Returns whether `use_backend(name)` is active."""
     return _forced == name

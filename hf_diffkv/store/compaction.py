@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import NATIVE
-from ..ops.compact import compact_step
 from ..policy import StepRows, relative_thresholds
 from . import native
 from .forms import center_rows
@@ -27,7 +26,7 @@ def compact(store: Store) -> None:
     """Runs Algorithm 1 on the device for the oldest token of every overfull window."""
     if store.centers_soon:
         center_rows(store)
-    in_native_code, feedback = store.backend() == NATIVE, store.model_feedback
+    in_native_code, feedback = store.ops.backend == NATIVE, store.model_feedback
     if store.layout.selects:
         state = _step_rows(store)
         high, low = _thresholds(store, state)
@@ -38,7 +37,7 @@ def compact(store: Store) -> None:
     else:
         leaving = store.length - store.window_start > store.config.window
         options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": feedback}
-        compact_step(store.all_rows(), leaving.view(-1), high, low, **options)
+        store.ops.compact_step(store.all_rows(), leaving.view(-1), high, low, **options)
 
 
 def _step_rows(store: Store) -> StepRows:

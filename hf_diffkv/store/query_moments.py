@@ -24,7 +24,8 @@ from ..config.found import queries_of, tell_of_queries
 from ..heads.mark import Mark
 from ..heads.recognition import MARK_KEY
 from ..ops.rotation import rotation_matrix
-from ..ops.rounding import LARGEST_BITS, feedback_of
+from ..ops.rounding import LARGEST_BITS
+from ..ops.rounding.moments import feedback_of
 
 MOMENTS_FORMAT = "query moments 1"
 # metadata entries that say where the moments come from

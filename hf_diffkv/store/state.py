@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..ops.backend import KERNELS, choose, compute_dtype
+from ..ops.backend import KERNELS, compute_dtype, forced
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
+from ..ops.table import Ops, ops_for
 from ..ops.tiles import Bounds
 from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
@@ -202,6 +203,9 @@ class Store:
         self.scratch: Scratch | None = None
         # record of prompt_kernels.py for the current forward of several tokens
         self.forward: Any = None
+        # `ops`, and the backend that was forced when they were chosen
+        self._ops: Ops | None = None
+        self._ops_forced: str | None = None
         # records of the rows for ops, and argument blocks of native.py
         self._kept: KeptRows | None = None
         self.native_calls: Any = None
@@ -290,7 +294,7 @@ class Store:
 
     def __getstate__(self) -> dict:
         """Returns the state for copies and pickles; a fork gets its own copy of shared pages."""
-        state = dict(self.__dict__, native_calls=None, _kept=None)
+        state = dict(self.__dict__, native_calls=None, _kept=None, _ops=None)
         if self.twins is not None:
             pool, table = self.private_pages()
             state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "steps_left": 0}
@@ -322,14 +326,18 @@ class Store:
         held += [] if feedback is None else [feedback.matrix, feedback.layer, feedback.head]
         return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
 
-    def backend(self) -> str:
-        """Returns the backend that runs this store's ops, one of `ops.backend.BACKENDS`."""
-        return choose(self.device, self.dtype, self.layout.high, self.layout.low)
+    @property
+    def ops(self) -> Ops:
+        """Implementations of the ops that this store runs; chosen once, and anew under `use_backend`."""
+        if self._ops is None or self._ops_forced != forced():
+            self._ops = ops_for(self.device, self.dtype, self.layout.high, self.layout.low)
+            self._ops_forced = forced()
+        return self._ops
 
     @property
     def enters_at_once(self) -> bool:
         """Whether kernels store a prompt directly: there is no token selection, or thresholds alone decide it."""
-        if self.backend() != KERNELS or type(self.pool) is not PagePool:
+        if self.ops.backend != KERNELS or type(self.pool) is not PagePool:
             return False
         return not self.layout.selects or (self.policy.by_thresholds and self.config.max_bytes is None)
 

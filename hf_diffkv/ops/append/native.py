@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...native.library import StepBlock, address, call, step_block
 from ...pages import LayerRows
 from ..backend import unit_stride
+from ..rotation import Rotation, rotate
+from .reference import rotated
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:
@@ -19,6 +23,14 @@ def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, v
     valid = None if valid is None else valid.to(torch.bool).contiguous()
     block.valid = address(valid)
     call("step", block)
+
+
+def append_rotated(
+    rows: LayerRows, key: Tensor, value: Tensor, query: Tensor | None, rotation: Rotation, **options: Any
+) -> Tensor | None:
+    """Rotates keys and values and appends them; arguments and result as in the reference."""
+    append_token(rows, *rotated(rows, key, value, rotation), **options)
+    return None if query is None else rotate(query[:, :, None], rotation.key)[:, :, 0]
 
 
 def set_token(block: StepBlock, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

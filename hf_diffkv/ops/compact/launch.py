@@ -12,6 +12,7 @@ from ...pages import LayerRows, PageLayout
 from ..backend import launch, row_arguments
 from ..quantize.launch import TRITON_DTYPES, check_dtype
 from ..rounding import ModelFeedback
+from ..tiles import Bounds
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
 from .reference import Candidates, candidates
@@ -29,18 +30,14 @@ def compact_step(
     high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
-    max_tokens: int,
+    bounds: Bounds,
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Compacts all rows once; further arguments as in the op.
-
-    Args:
-        max_tokens: upper bound on the tokens of any row in one tier; only balances the work.
-    """
+    """Compacts all rows once; arguments as in the reference. The bounds only balance the work."""
     check_dtype(rows.dtype)
     if rows.count:
-        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag, feedback)
+        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), bounds.max_tokens, flag, feedback)
     rows.window_start.add_(leaving)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...native.library import Compaction, address, call, format_of, set_rows
 from ...pages import LayerRows
 from ..rounding import ModelFeedback
+from ..tiles import Bounds
 
 
 def compact_step(
@@ -17,9 +18,14 @@ def compact_step(
     low_threshold: Tensor | None,
     *,
     flag: Tensor,
+    bounds: Bounds | None = None,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Compacts all rows once; arguments as in the op."""
+    """Compacts all rows once; arguments as in the reference. The bounds are not used.
+
+    Raises:
+        CorruptMemoryError: a table entry is not a page, or counts do not fit the table; nothing has changed.
+    """
     block, leaving = round_block(rows, flag), leaving.contiguous()
     block.leaving = address(leaving)
     set_feedback(block, feedback)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
 from ..softmax import Held, Softmax
+from ..tiles import Bounds
 from .finish_kernel import finish_kernel
 from .kernels import attend_kernel
 from .rows import LOG2_E
@@ -26,7 +27,7 @@ def decode_attention(
     rows: LayerRows,
     softmax: Softmax,
     *,
-    max_tokens: int,
+    bounds: Bounds,
     valid: Tensor | None = None,
     scratch: Scratch | None = None,
     held: Held | None = None,
@@ -38,7 +39,6 @@ def decode_attention(
 
     Args:
         softmax: softmax parameters; the scaling must be positive.
-        max_tokens: upper bound on the stored tokens of any row, both tiers and window together; must hold.
         scratch: buffers of an earlier call; None allocates new ones. CUDA graphs need fixed buffers.
 
     Returns:
@@ -48,7 +48,7 @@ def decode_attention(
     _check_query(query, rows, scaling)
     query_heads = query.shape[1]
     group = query_heads // rows.heads
-    max_tokens = max(int(max_tokens), 1)
+    max_tokens = max(int(bounds.max_tokens), 1)
     if scratch is None:
         scratch = Scratch.allocate(query, rows, max_tokens)
     scratch.check(rows, group, max_tokens)

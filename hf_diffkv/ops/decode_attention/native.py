@@ -9,12 +9,20 @@ from ...native.library import StepBlock, address, call, step_block
 from ...pages import LayerRows
 from ..backend import unit_stride
 from ..softmax import Held, Softmax
+from ..tiles import Bounds
 
 
 def decode_attention(
-    query: Tensor, rows: LayerRows, softmax: Softmax, *, valid: Tensor | None = None, held: Held | None = None
+    query: Tensor,
+    rows: LayerRows,
+    softmax: Softmax,
+    *,
+    bounds: Bounds | None = None,
+    valid: Tensor | None = None,
+    scratch: None = None,
+    held: Held | None = None,
 ) -> Tensor:
-    """Attends from the newest token of every request; arguments as in the reference, without tiles.
+    """Attends from the newest token of every request; arguments as in the reference. The bounds are not used.
 
     Raises:
         ValueError: the queries do not fit the rows.

@@ -20,7 +20,7 @@ from ...pages.rows import held_tokens
 from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
 from ..backend import compute_dtype
 from ..softmax import Held, Softmax
-from ..tiles import Tiles
+from ..tiles import Bounds, Tiles
 
 CHUNK_ELEMENTS = 1 << 18
 WORD_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -33,8 +33,9 @@ def decode_attention(
     rows: LayerRows,
     softmax: Softmax,
     *,
-    tiles: tuple[Tiles, Tiles],
+    bounds: Bounds,
     valid: Tensor | None = None,
+    scratch: None = None,
     held: Held | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request, which is already in the window, and updates the sums.
@@ -46,9 +47,10 @@ def decode_attention(
     Args:
         query: query states, [batch, query_heads, key_dim].
         rows: rows to attend to.
-        tiles: tiles that cover all high and all low pages.
+        bounds: the host's upper bounds on the rows' lengths, with tiles.
         valid: False where the newest token is padding, bool [batch]; the output is then zero and no sums grow. None if
             all are real.
+        scratch: buffers of `allocate_scratch`, which only the kernels use.
         held: accumulator that joins the attention of several layers to the same tokens; None for one layer.
 
     Returns:
@@ -68,8 +70,8 @@ def decode_attention(
     merged = _window_partials(window, rows.window_value, softmax.sinks, group)
     pieces = []
     for tier in (HIGH, LOW):
-        if tiles[tier].row.numel():
-            piece = TierAttention(rows, tier, tiles[tier])
+        if bounds.tiles[tier].row.numel():
+            piece = TierAttention(rows, tier, bounds.tiles[tier])
             piece.attend(scaled, merged, softmax.softcap)
             pieces.append(piece)
     total = torch.where(merged.total == 0, 1.0, merged.total)
@@ -121,6 +123,10 @@ def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring:
     received = torch.exp(logits - log_total[..., None]).amax(1)
     counted = scoring[:, None] & ~newest.repeat_interleave(kv_heads, dim=0)
     return torch.where(counted, received, 0.0).float()
+
+
+def allocate_scratch(query: Tensor, rows: LayerRows, max_tokens: int, *, planned: int | None = None) -> None:
+    """Returns None: only the kernels keep buffers from step to step (`Scratch.allocate`)."""
 
 
 @dataclass

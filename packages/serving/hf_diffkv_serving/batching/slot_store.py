@@ -174,7 +174,7 @@ class SlotStore(Store):
 
     def _most_tile_bytes(self, slots: int, tokens: int) -> int:
         """Returns the most bytes of the reference's tiles, for all layers together and for each."""
-        if self.backend() != REFERENCE:
+        if self.ops.backend != REFERENCE:
             return 0
         rows = 2 * self.num_layers * slots * self.num_heads
         sizes = (self.layout.high.capacity, self.layout.low.capacity)
