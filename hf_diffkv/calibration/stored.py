@@ -11,7 +11,7 @@ from ..ops.backend import compute_dtype
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
 from ..store import KVHeads, Store, begin_forward, read_tokens
-from ..store.forms import Entering, note_logits, query_moment
+from ..store.forms import Entering, query_moment
 from ..store.prompt import Past, compress
 from .replay import WatchedLayer
 
@@ -25,7 +25,7 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
     key, value = layer.keys, layer.values
     store = _store(layer, DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **MEASURED_FIELDS))
     begin_forward(store, key.shape[2])
-    note_logits(store, 0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
+    store.note_logits(0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
     new = Entering.checked(store, 0, key, value, None)
     past = Past.read(store, 0, new)
     moments = [query_moment(store, query, None) for query in layer.queries]

@@ -31,6 +31,16 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         NATIVE: "append.native:append_rotated",
         KERNELS: "append.launch:append_rotated",
     },
+    "append_and_attend": {
+        REFERENCE: "decode_attention.reference:append_and_attend",
+        NATIVE: "decode_attention.native:append_and_attend",
+        KERNELS: "decode_attention.launch:append_and_attend",
+    },
+    "compact_windows": {
+        REFERENCE: "compact.reference:compact_windows",
+        NATIVE: "compact.native:compact_windows",
+        KERNELS: "compact.launch:compact_windows",
+    },
     "compact_step": {
         REFERENCE: "compact.reference:compact_step",
         NATIVE: "compact.native:compact_step",
@@ -41,10 +51,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         NATIVE: "decode_attention.native:decode_attention",
         KERNELS: "decode_attention.launch:decode_attention",
     },
-    "allocate_scratch": {
-        REFERENCE: "decode_attention.reference:allocate_scratch",
-        KERNELS: "decode_attention.scratch:Scratch.allocate",
-    },
+    # other backends keep no buffers from step to step
+    "allocate_scratch": {KERNELS: "decode_attention.scratch:Scratch.allocate"},
     "prefill_attention": {
         REFERENCE: "prefill_attention.cpu:prefill_attention",
         KERNELS: "prefill_attention.wide:prefill_attention",
@@ -83,9 +91,12 @@ class Ops:
         backend: one of `ops.backend.BACKENDS`.
         append_token: appends the newest token of every request to its window (append/reference.py).
         append_rotated: rotates keys, values and queries first (append/reference.py).
-        compact_step: compacts all rows once (compact/reference.py).
+        append_and_attend: appends a token and attends from it, both in the model's form
+            (decode_attention/reference.py).
+        compact_windows: compacts the rows whose windows are overfull (compact/reference.py).
+        compact_step: compacts given rows once (compact/reference.py).
         decode_attention: attends from one new token per request and updates the sums (decode_attention/reference.py).
-        allocate_scratch: returns buffers for `decode_attention`, or None (decode_attention/scratch.py).
+        allocate_scratch: allocates buffers for `decode_attention` (decode_attention/scratch.py); None if it needs none.
         prefill_attention: attends from several new tokens (prefill_attention/reference.py).
         store_tokens, load_tokens, move_tokens: quantise tokens into pages, read them back and copy them
             (quantize/reference.py).
@@ -97,9 +108,11 @@ class Ops:
     backend: str
     append_token: Callable[..., None]
     append_rotated: Callable[..., Any]
+    append_and_attend: Callable[..., torch.Tensor]
+    compact_windows: Callable[..., None]
     compact_step: Callable[..., None]
     decode_attention: Callable[..., torch.Tensor]
-    allocate_scratch: Callable[..., Any]
+    allocate_scratch: Callable[..., Any] | None
     prefill_attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     store_tokens: Callable[..., None]
     load_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -126,6 +139,11 @@ def ops_of(backend: str) -> Ops:
     return Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
 
 
-def _found(places: dict[str, str], backend: str) -> Callable[..., Any]:
-    module, name = places.get(backend, places[REFERENCE]).split(":")
-    return without_autocast(attrgetter(name)(import_module(f".{module}", __package__)))
+def _found(places: dict[str, str], backend: str) -> Any:
+    place = places.get(backend, places.get(REFERENCE))
+    if place is None:
+        return None
+    module, name = place.split(":")
+    op = attrgetter(name)(import_module(f".{module}", __package__))
+    # autocast does not reach native code
+    return op if place == places.get(NATIVE) else without_autocast(op)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..ops.backend import compute_dtype
 from ..ops.rotation import center_windows, tokens_at_once
-from ..ops.softmax import Softmax
 from ..ops.table import Ops
 from ..pages import EarlierTokens, rows
 from .state import Store
@@ -98,12 +97,6 @@ def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
         key = key + store.key_offset[layer][:, :, None]
     matrix = store.key_rotation
     return key if matrix is None else store.ops.rotate(key, matrix.mT)
-
-
-def note_logits(store: Store, layer: int, softmax: Softmax) -> None:
-    """Excludes a layer from centring if its attention depends on more than differences of logits."""
-    if softmax.softcap is not None or softmax.sinks is not None:
-        store.uncentered.add(layer)
 
 
 def _offset(store: Store, layer: int) -> Tensor | None:

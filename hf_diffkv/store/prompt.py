@@ -24,7 +24,6 @@ from .forms import (
     feedback,
     held_count,
     model_form,
-    note_logits,
     query_form,
     query_moment,
     slots_of,
@@ -88,7 +87,7 @@ def attend_beside(
         The attention output, and the attention each key received, float32 [batch, heads, P + Q]; the latter is None if
         the store selects no tokens.
     """
-    note_logits(store, layer, softmax)
+    store.note_logits(layer, softmax)
     if not store.layout.selects:
         options["observed"] = 0
     query = query if past.rows is None else query_form(store, query)

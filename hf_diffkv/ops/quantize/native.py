@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, Transfer, address, call, format_of_tier
+from ...native.library import DTYPES, Transfer, address, call, format_of_tier, unit_stride
 from ...pages import TierLayout
 from ...pages.segments import Contents
-from ..backend import unit_stride
 from . import check_pages, check_tokens
 
 

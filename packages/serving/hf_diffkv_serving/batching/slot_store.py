@@ -91,7 +91,7 @@ class SlotStore(Store):
         Raises:
             MemoryError: the device has no memory.
         """
-        self.scratch = self.all_bounds = self.native_calls = self._kept = None
+        self.scratch = self.all_bounds = self._kept = None
         self.layer_bounds = []
         kept = min(slots, self.batch_size)
 
