@@ -21,9 +21,9 @@ from cpu_caches import about_machine
 from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
-from hf_diffkv.ops.quantize import store_tokens
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.ops.tiles import build_tiles
+from hf_diffkv.ops.table import ops_for
+from hf_diffkv.ops.tiles import Bounds, build_tiles
 from hf_diffkv.pages import LayerRows, PagePool
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 from hf_diffkv.pages.segments import Contents
@@ -55,7 +55,9 @@ class Layer:
             key, value = torch.randn(2, stored, DIM)
             page = ids[head][index // tier.capacity]
             contents = Contents(key, value, torch.zeros(stored), index)
-            store_tokens(self.pool.pages, tier, page, index % tier.capacity, contents, dtype)
+            ops_for(self.pool.pages.device, dtype, tier).store_tokens(
+                self.pool.pages, tier, page, index % tier.capacity, contents, dtype
+            )
         window = torch.randn(2, 1, HEADS, WINDOW, DIM).to(dtype)
         none, no_sinks = torch.zeros(1, HEADS), torch.zeros(1, dtype=torch.int64)
         self.rows = LayerRows(
@@ -83,7 +85,7 @@ class Layer:
     def reference(self, query: torch.Tensor) -> torch.Tensor:
         tiers = ((self.high, self.layout.high), (self.low, self.layout.low))
         tiles = tuple(build_tiles(c.numpy().ravel(), 0, tier.capacity, c.device) for c, tier in tiers)
-        return reference.decode_attention(query, self.rows, Softmax(DIM**-0.5), tiles=tiles)
+        return reference.decode_attention(query, self.rows, Softmax(DIM**-0.5), bounds=Bounds(0, tiles))
 
 
 def competitors(tokens: int, args: argparse.Namespace) -> dict[str, Callable[[], object]]:

@@ -23,7 +23,7 @@ from sweep import BATCH, CONTEXT, SWEPT, sweep
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_diffkv.ops.decode_attention import allocate_scratch
+from hf_diffkv.ops.table import ops_for_rows
 
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -86,7 +86,7 @@ def _swept_error(query: Tensor, heads: int, output: Tensor, rows: RandomRows) ->
 
 def compressed_call(rows: RandomRows, query: Tensor) -> Callable[[], Tensor]:
     """Attention over `rows` with buffers that stay, as in a captured step."""
-    scratch = allocate_scratch(query, rows.held, rows.bounds.max_tokens)
+    scratch = ops_for_rows(rows.held).allocate_scratch(query, rows.held, rows.bounds.max_tokens)
     return lambda: rows.attend(query, scratch=scratch)
 
 

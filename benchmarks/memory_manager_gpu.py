@@ -23,7 +23,7 @@ from rows import RandomRows
 from torch import Tensor
 
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.compact import compact_step
+from hf_diffkv.ops.table import ops_for_rows
 from hf_diffkv.pages import FreeList
 
 LAYERS = 32
@@ -45,6 +45,7 @@ class Round:
         return [held.page_table, *held.counts, held.window_start, held.free_list.ring, held.free_list.state]
 
     def run(self) -> None:
+        compact_step = ops_for_rows(self.rows.held).compact_step
         compact_step(self.rows.held, self.leaving, *self.thresholds, bounds=self.rows.bounds, flag=self.flag)
 
     def to(self, device: torch.device) -> Round:

@@ -20,9 +20,9 @@ from measure import Session, free_memory, parser, relative_error
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from hf_diffkv.ops.prefill_attention import prefill_attention
 from hf_diffkv.ops.prefill_attention.reference import prefill_attention as reference
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.ops.table import ops_for
 from hf_diffkv.pages import EarlierTokens
 
 CONTEXTS = (2048, 8192, 16384, 32768, 65536)
@@ -67,7 +67,7 @@ def check(shape: tuple[int, int, int], context: int, window: int, dtype: torch.d
         for name, observation in variants(window).items():
             name = f"{name}, past" if past.stored else name
             options = {"softmax": Softmax(shape[2] ** -0.5), "observed": observation, "past": past}
-            output, received = prefill_attention(query, key, value, **options)
+            output, received = ops_for(device, dtype).prefill_attention(query, key, value, **options)
             expected = reference(*exact, **options)
             errors[name] = [relative_error(output, expected[0]), relative_error(received, expected[1])]
             if max(errors[name]) > LIMITS[dtype]:
@@ -79,6 +79,7 @@ def measure(session: Session, context: int, model: str, args: argparse.Namespace
     shape = MODELS[model] if not args.tiny else (4, 2, 32)
     case = {"model": model, "context": context, "batch": 1, "dtype": str(session.dtype)[6:]}
     query, key, value = inputs(context, shape, session.dtype, session.device)
+    prefill_attention = ops_for(session.device, session.dtype).prefill_attention
     ways = {
         name: lambda o=observation: prefill_attention(query, key, value, Softmax(shape[2] ** -0.5), observed=o)
         for name, observation in variants(args.observation_window).items()
@@ -97,6 +98,7 @@ def measure_past(session: Session, context: int, model: str, args: argparse.Name
     _, past_key, past_value = inputs(context + new, shape, session.dtype, session.device)
     past = compressed(context, shape, session.dtype, session.device)
     options = {"softmax": Softmax(shape[2] ** -0.5), "past": past}
+    prefill_attention = ops_for(session.device, session.dtype).prefill_attention
     ways = {
         name: lambda o=observation: prefill_attention(query, key, value, observed=o, **options)
         for name, observation in variants(args.observation_window).items()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.decode_attention import decode_attention
-from hf_diffkv.ops.quantize import load_tokens, store_tokens
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.ops.table import ops_for_rows
 from hf_diffkv.ops.tiles import Bounds, build_tiles
 from hf_diffkv.pages import HIGH, LOW, FreeList, LayerRows, PageLayout, TierLayout, column
 from hf_diffkv.pages.segments import Contents
@@ -51,7 +50,7 @@ class RandomRows:
     ) -> Tensor:
         """`decode_attention` of query [batch, query_heads, dim] with its usual scaling; it adds to the scores."""
         softmax = Softmax(query.shape[2] ** -0.5, softcap, sinks)
-        return decode_attention(query, self.held, softmax, bounds=self.bounds, **options)
+        return ops_for_rows(self.held).decode_attention(query, self.held, softmax, bounds=self.bounds, **options)
 
     def dense(self, request: int, head: int) -> tuple[Tensor, Tensor]:
         """float32 keys and values [tokens, dim] of one row, as they are stored."""
@@ -59,7 +58,7 @@ class RandomRows:
         for tier, layout in ((HIGH, self.layout.high), (LOW, self.layout.low)):
             index = torch.arange(self.tokens[tier], device=held.device)
             page = held.page_table[request, head][column(tier, index // layout.capacity, held.width)].long()
-            parts.append(load_tokens(held.pages, layout, page, index % layout.capacity, held.dtype))
+            parts.append(ops_for_rows(held).load_tokens(held.pages, layout, page, index % layout.capacity, held.dtype))
         window = int(held.length[request] - held.window_start[request])
         slot = (held.window_start[request] + torch.arange(window, device=held.device)) % held.slots
         parts.append((held.window_key[request, head, slot].float(), held.window_value[request, head, slot].float()))
@@ -179,4 +178,4 @@ def _fill(rows: RandomRows, tier: int, layout: TierLayout, dtype: torch.dtype) -
         part = slice(0, index.numel())
         # a low tier holds the older half of the tokens
         contents = Contents(key[part], value[part], score[part], token)
-        store_tokens(held.pages, layout, page, token % layout.capacity, contents, dtype)
+        ops_for_rows(held).store_tokens(held.pages, layout, page, token % layout.capacity, contents, dtype)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from chosen_ops import rotate
 from torch import Tensor
 
 from hf_diffkv.ops.backend import compute_dtype
 from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
 from hf_diffkv.ops.quantize.reference import store_tokens
-from hf_diffkv.ops.rotation import rotate
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
 from hf_diffkv.pages import HIGH, LOW, LayerRows, column
 from hf_diffkv.pages.rows import held_tokens, slots_of

@@ -137,7 +137,7 @@ def diffkv_attention(
             shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
             output = layer.attend(query, softmax, valid, mask, shown)
             layer.expect(attention_mask)
-        layer.stores.turns.layer_done(layer.is_last, layer.stores.awaited is not None)
+        layer.done()
         if torch.is_grad_enabled():
             output = _NoGradient.apply(output, query, key, value)
     return output.transpose(1, 2).contiguous(), None
@@ -283,7 +283,7 @@ def attend_at(
         output = layer.attend(query, softmax, valid, among, shown).contiguous()
         layer.expect(mask)
     if not layer.stores.beside_others:  # else the other layers get their tokens after the graph has run
-        layer.stores.turns.layer_done(layer.is_last, layer.stores.awaited is not None)
+        layer.done()
     return output
 
 

@@ -328,6 +328,12 @@ class DiffKVLayer(CacheLayerMixin):
             return SharedStep(*inputs, None if valid is None else valid[:, 0])
         return SharedTokens(*inputs, valid, mask)
 
+    def done(self) -> None:
+        """Ends the forward if all layers have their tokens."""
+        turns = self.stores.turns
+        if self.is_last or turns.last_layer_came:
+            turns.layer_done(self.is_last, self.stores.awaited is not None)
+
     def expect(self, mask: Tensor | None) -> None:
         """Notes the attention mask of the tokens just attended, which later readers must have too."""
         if self.awaited is not None:

@@ -20,7 +20,7 @@ from ..heads.lookup import queries_path
 from ..heads.query_moments import QueryMoments
 from ..heads.recognition import mark_of
 from ..heads.weights import model_digest
-from ..ops.rounding import second_moment
+from ..ops.table import ops_for
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
 from .watched import WatchedLayer, in_float32, run_prompt, watching
 
@@ -104,5 +104,7 @@ def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
 def _mean(layer: WatchedLayer) -> Tensor:
     """Returns the mean of q q^T over the queries of each KV head, float64 [heads, key_dim, key_dim]."""
     heads = layer.keys.shape[1]
-    total = sum(second_moment(query, heads).double().cpu() for query in layer.queries)
+    total = sum(
+        ops_for(query.device, query.dtype).second_moment(query, heads).double().cpu() for query in layer.queries
+    )
     return total / sum(query.shape[1] // heads * query.shape[2] for query in layer.queries)

@@ -8,10 +8,10 @@ from torch import Tensor
 from ..config import DiffKVConfig, Precision
 from ..heads.sensitivity import MEASURED_FIELDS
 from ..ops.backend import compute_dtype
-from ..ops.rounding import second_moment
 from ..ops.softmax import Softmax
+from ..ops.table import ops_for
 from ..store import KVHeads, Store, begin_forward, read_tokens
-from ..store.forms import Entering, note_logits, query_moment
+from ..store.forms import Entering, query_moment
 from ..store.prompt import Past, compress
 from .watched import WatchedLayer
 
@@ -25,7 +25,7 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
     key, value = layer.keys, layer.values
     store = _store(layer, DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **MEASURED_FIELDS))
     begin_forward(store, key.shape[2])
-    note_logits(store, 0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
+    store.note_logits(0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
     new = Entering.checked(store, 0, key, value, None)
     past = Past.read(store, 0, new)
     moments = [query_moment(store, query, None) for query in layer.queries]
@@ -50,7 +50,7 @@ def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     dtype = compute_dtype(keys.dtype)
     config = DiffKVConfig(**MEASURED_FIELDS)
     inner = slice(config.sinks, keys.shape[1] - config.window)
-    moment = sum(second_moment(query, keys.shape[0]) for query in layer.queries)
+    moment = sum(ops_for(query.device, query.dtype).second_moment(query, keys.shape[0]) for query in layer.queries)
     exact, exact_values = layer.keys[0].to(dtype), layer.values[0].to(dtype)
     centred = exact - exact.mean(1, keepdim=True)
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..ops.rotation import rotation_matrix
-from ..ops.rounding import feedback_of
+from ..ops.rounding.moments import feedback_of
 from .mark import Mark
 from .recognition import MARK_KEY
 

@@ -178,6 +178,27 @@ def step_block(rows: LayerRows) -> StepBlock:
     return block
 
 
+def unit_stride(x: Tensor) -> Tensor:
+    """Returns `x`, copied if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def set_token(block: StepBlock, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Sets the token that the block appends.
+
+    Args:
+        key, value: [batch, heads, dim] or [batch, heads, 1, dim].
+
+    Returns:
+        Tensors that must be kept alive until the block has run.
+    """
+    key, value = unit_stride(key), unit_stride(value)
+    block.key, block.value = key.data_ptr(), value.data_ptr()
+    block.key_batch, block.key_head = key.stride()[:2]
+    block.value_batch, block.value_head = value.stride()[:2]
+    return key, value
+
+
 def set_rows(block: StepBlock | Compaction, rows: LayerRows) -> None:
     """Sets the addresses of pages, page table and counts."""
     pages = rows.pages

@@ -16,10 +16,10 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..extras import install
 from ..native import library
+from ..native.library import unit_stride as unit_stride
 from ..pages import LayerRows, TierLayout
 
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
@@ -35,7 +35,8 @@ OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
 # target of interpreted kernels
 INTERPRETER = "interpreter"
 _logger = logging.getLogger("hf_diffkv")
-_forced: str | None = None
+# backend of the innermost `use_backend`, or None
+forced: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,46 +70,41 @@ def use_backend(name: str) -> Iterator[None]:
         ValueError: `name` is not in `BACKENDS`.
         ImportError: `name` is "kernels" and Triton is not installed.
     """
-    global _forced
+    global forced
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r} is unknown; use one of {BACKENDS}.")
     if name == KERNELS and importlib.util.find_spec("triton") is None:
         raise ImportError(f"the backend {KERNELS!r} needs Triton: {INSTALL}.")
-    previous, _forced = _forced, name
+    previous, forced = forced, name
     try:
         yield
     finally:
-        _forced = previous
+        forced = previous
 
 
 def choose(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> str:
     """Returns the one of `BACKENDS` that runs ops for a model of `dtype` on `device` with pages of `tiers`."""
     if use_kernels(device, dtype):
         return KERNELS
-    wanted = device.type == "cpu" if _forced is None else _forced == NATIVE
+    wanted = device.type == "cpu" if forced is None else forced == NATIVE
     return NATIVE if wanted and library.fits(dtype, *tiers) else REFERENCE
 
 
 def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether ops on keys and values of `dtype` on `device` run as Triton kernels."""
-    if _forced is not None:
-        return _forced == "kernels"
+    if forced is not None:
+        return forced == "kernels"
     return device.type == "cuda" and dtype != torch.float64 and _has_triton() and _fits(device)
 
 
 def is_forced(name: str) -> bool:
     """Returns whether `use_backend(name)` is active."""
-    return _forced == name
+    return forced == name
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the compute dtype for a model of `dtype`: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """Returns `x`, copied if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def device_of(device: torch.device) -> Device:

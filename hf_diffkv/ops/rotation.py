@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .backend import compute_dtype, use_kernels, without_autocast
+from .backend import compute_dtype, without_autocast
 
 # elements that are converted to float32 at a time
 FLOAT_ELEMENTS = 1 << 21
@@ -53,7 +53,6 @@ def _signs(count: int) -> list[float]:
     return signs
 
 
-@without_autocast
 def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) -> Tensor:
     """Returns tensor @ matrix - offset, rounded once.
 
@@ -64,10 +63,6 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
     """
     if matrix is None and offset is None:
         return tensor
-    if matrix is not None and tensor.dtype != torch.float64 and use_kernels(tensor.device, tensor.dtype):
-        from . import rotation_kernel
-
-        return rotation_kernel.rotate(tensor, matrix, offset)
     if tensor.numel() <= FLOAT_ELEMENTS:
         return _rotate(tensor, matrix, offset)
     step = tokens_at_once(tensor)

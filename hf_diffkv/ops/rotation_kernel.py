@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import rotation
 from .backend import device_of, unit_stride
 from .quantize.kernels import stored_bits, tile_dims
 from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
@@ -88,8 +89,10 @@ def rotate_kernel(
     tl.store(pointer, bits, mask=there[:, None, None] & exists)
 
 
-def rotate(tensor: Tensor, matrix: Tensor, offset: Tensor | None) -> Tensor:
-    """Rotates as `ops.rotation.rotate`, by a `rotation_matrix` or its transpose, in one launch."""
+def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) -> Tensor:
+    """Rotates as `rotation.rotate`, in one launch; leaves float64, and an offset alone, to PyTorch."""
+    if matrix is None or tensor.dtype == torch.float64:
+        return rotation.rotate(tensor, matrix, offset)
     batch, heads, tokens, dim = tensor.shape
     output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if output.numel() == 0:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
@@ -231,25 +230,24 @@ class KeptRows:
         sink_slots: number of a window's slots reserved for sinks.
         held: pool, page table, `invalid` and the tensors of `ROW_STATE`; all tensors but `invalid` are
             [layers, batch, ...].
+
+    Attributes:
+        layers: records by layer; None until `layer` creates them.
     """
 
     def __init__(self, layout: PageLayout, sink_slots: int, held: tuple[Any, ...]) -> None:
-        self._held = held
+        self.held = held
         pool, table, invalid, *state = held
         self._fixed = {"layout": layout, "pool": pool, "sink_slots": sink_slots, "invalid": invalid}
         self._tensors = {"page_table": table, **dict(zip(ROW_STATE, state))}
-        self._layers: list[LayerRows | None] = [None] * table.shape[0]
+        self.layers: list[LayerRows | None] = [None] * table.shape[0]
         self._all: LayerRows | None = None
-
-    def holds(self, held: tuple[Any, ...]) -> bool:
-        """Returns whether the records refer to these very objects."""
-        return all(map(is_, held, self._held))
 
     def layer(self, layer: int) -> LayerRows:
         """Returns one layer's rows."""
-        rows = self._layers[layer]
+        rows = self.layers[layer]
         if rows is None:
-            rows = self._layers[layer] = self._viewed(lambda tensor: tensor[layer])
+            rows = self.layers[layer] = self._viewed(lambda tensor: tensor[layer])
         return rows
 
     def all(self) -> LayerRows:

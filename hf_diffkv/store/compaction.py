@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.backend import NATIVE
-from ..ops.compact import compact_step
 from ..policy import StepRows, relative_thresholds
-from . import native
 from .forms import center_rows
 from .state import Store
 
@@ -27,18 +24,19 @@ def compact(store: Store) -> None:
     """Runs Algorithm 1 on the device for the oldest token of every overfull window."""
     if store.centers_soon:
         center_rows(store)
-    in_native_code, feedback = store.backend() == NATIVE, store.model_feedback
-    if store.layout.selects:
-        state = _step_rows(store)
-        high, low = _thresholds(store, state)
-    else:
-        high, low = store.all_rows().alpha_high, None
-    if in_native_code:
-        native.compact(store, high, low, feedback)
-    else:
-        leaving = store.length - store.window_start > store.config.window
-        options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": feedback}
-        compact_step(store.all_rows(), leaving.view(-1), high, low, **options)
+    rows = store.all_rows()
+    high, low = _thresholds(store) if store.layout.selects else (rows.alpha_high, None)
+    options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": store.model_feedback}
+    store.ops.compact_windows(rows, store.config.window, high, low, **options)
+
+
+def _thresholds(store: Store) -> tuple[Tensor, Tensor]:
+    """Returns the high and the low threshold of every row, float32 [layers, batch, heads]."""
+    state = _step_rows(store)
+    given = store.policy.thresholds(state)
+    if store.config.max_bytes is not None and store.policy.sets_thresholds:
+        given = tuple(map(torch.maximum, given, relative_thresholds(state)))
+    return tuple(threshold.expand(store.high_count.shape) for threshold in given)
 
 
 def _step_rows(store: Store) -> StepRows:
@@ -53,11 +51,3 @@ def _step_rows(store: Store) -> StepRows:
         store.low_count,
         store.layer_index[:, None, None],
     )
-
-
-def _thresholds(store: Store, state: StepRows) -> tuple[Tensor, Tensor]:
-    """Returns the high and the low threshold of every row, float32 [layers, batch, heads]."""
-    given = store.policy.thresholds(state)
-    if store.config.max_bytes is not None and store.policy.sets_thresholds:
-        given = tuple(map(torch.maximum, given, relative_thresholds(state)))
-    return tuple(threshold.expand(store.high_count.shape) for threshold in given)

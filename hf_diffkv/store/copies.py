@@ -35,7 +35,7 @@ def fork_store(store: Store) -> Store:
         _release_at_end(store)
     store.pool.share(store.owned_pages())
     twin = object.__new__(Store)
-    twin.__dict__.update(store.__dict__, native_calls=None)
+    twin.__dict__.update(store.__dict__)
     twin.twins.add(twin)
     _release_at_end(twin)
     return twin

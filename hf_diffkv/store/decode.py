@@ -6,12 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..ops.append import append_rotated, append_token
-from ..ops.backend import NATIVE
-from ..ops.decode_attention import Held, allocate_scratch, decode_attention, scratch_bytes
-from ..ops.softmax import Softmax
-from . import native
-from .forms import model_form, note_logits, query_form, stored_form
+from ..ops.softmax import Held, Softmax
+from .forms import model_form, query_form, stored_form
 from .state import Store
 
 if TYPE_CHECKING:
@@ -40,29 +36,31 @@ def attend_token(
     Returns:
         Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    if store.backend() == NATIVE:
-        note_logits(store, layer, softmax)
-        return native.append_and_attend(store, layer, query, key, value, softmax, valid=valid)
-    query = append(store, layer, key, value, valid, query)
-    return attend_newest(store, layer, query, softmax, valid)
+    store.note_logits(layer, softmax)
+    bounds = store.bounds(layer)
+    return store.ops.append_and_attend(
+        query,
+        key,
+        value,
+        store.rows(layer),
+        softmax,
+        rotation=store.rotation,
+        limit=store.value_limit,
+        bounds=bounds,
+        valid=valid,
+        scratch=prepare_scratch(store, query[:, :, 0], bounds.max_tokens),
+    )
 
 
-def append(
-    store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, query: Tensor | None = None
-) -> Tensor | None:
-    """Stores the newest token of every request and returns the query in the store's form (`query_form`).
-
-    Arguments as in `attend_token`.
-    """
+def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    """Stores the newest token of every request; arguments as in `attend_token`."""
     rows, rotation = store.rows(layer), store.rotation
     options = {"limit": store.value_limit, "valid": valid}
     if rotation is None:
         key, value = stored_form(store, layer, key, value)
-        append_token(rows, key[:, :, 0], value[:, :, 0], **options)
-        return query
-    newest = None if query is None else query[:, :, 0]
-    rotated = append_rotated(rows, key[:, :, 0], value[:, :, 0], newest, rotation, **options)
-    return None if rotated is None else rotated[:, :, None]
+        store.ops.append_token(rows, key[:, :, 0], value[:, :, 0], **options)
+    else:
+        store.ops.append_rotated(rows, key[:, :, 0], value[:, :, 0], None, rotation, **options)
 
 
 def attend_newest(
@@ -83,11 +81,11 @@ def attend_newest(
     Returns:
         Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    note_logits(store, layer, softmax)
+    store.note_logits(layer, softmax)
     bounds, query = store.bounds(layer), query[:, :, 0]
     scratch = prepare_scratch(store, query, bounds.max_tokens)
     options = {"bounds": bounds, "scratch": scratch, "valid": valid, "held": held}
-    output = decode_attention(query, store.rows(layer), softmax, **options)
+    output = store.ops.decode_attention(query, store.rows(layer), softmax, **options)
     # heads are passed as tokens: tiles of one token each would read the matrix once per tile
     return model_form(store, output[None])[0][:, :, None]
 
@@ -117,15 +115,21 @@ def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch
     Args:
         query: query states, [batch, query_heads, key_dim]; only the shape, dtype and device matter.
     """
+    if store.ops.allocate_scratch is None:
+        return None
     held, rows = store.scratch, store.batch_size * store.num_heads
     if held is None or held.max_tokens < max_tokens or held.output.shape[0] != rows:
-        store.scratch = allocate_scratch(query, store.rows(0), _scratch_tokens(store, max_tokens, store.room))
+        tokens = _scratch_tokens(store, max_tokens, store.room)
+        store.scratch = store.ops.allocate_scratch(query, store.rows(0), tokens)
     return store.scratch
 
 
 def planned_scratch(store: Store, query: Tensor, requests: int, room: int) -> int:
     """Returns the size in bytes of `prepare_scratch`'s buffers for `requests` requests and `room` tokens per row."""
-    return scratch_bytes(query, store.rows(0), _scratch_tokens(store, 0, room), requests)
+    if store.ops.allocate_scratch is None:
+        return 0
+    planned = store.ops.allocate_scratch(query, store.rows(0), _scratch_tokens(store, 0, room), planned=requests)
+    return sum(tensor.numel() * tensor.element_size() for tensor in planned.tensors())
 
 
 def _scratch_tokens(store: Store, max_tokens: int, room: int) -> int:

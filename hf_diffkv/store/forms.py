@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import compute_dtype
-from ..ops.rotation import center_windows, rotate, tokens_at_once
-from ..ops.rounding import feedback_of, second_moment
-from ..ops.softmax import Softmax
+from ..ops.rotation import center_windows, tokens_at_once
+from ..ops.table import Ops
 from ..pages import EarlierTokens, rows
 from .state import Store
 
@@ -78,18 +77,19 @@ def center_rows(store: Store) -> None:
 
 def stored_form(store: Store, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Converts the model's keys and values, [batch, heads, tokens, dim], to the store's form."""
+    rotate = store.ops.rotate
     return rotate(key, store.key_rotation, _offset(store, layer)), rotate(value, store.value_rotation)
 
 
 def query_form(store: Store, query: Tensor) -> Tensor:
     """Converts queries, [batch, query_heads, tokens, key_dim], to the store's form."""
-    return rotate(query, store.key_rotation)
+    return store.ops.rotate(query, store.key_rotation)
 
 
 def model_form(store: Store, output: Tensor) -> Tensor:
     """Rotates attention outputs over stored values, [batch, heads, tokens, value_dim], back to the model's form."""
     matrix = store.value_rotation
-    return output if matrix is None else rotate(output, matrix.mT)
+    return output if matrix is None else store.ops.rotate(output, matrix.mT)
 
 
 def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
@@ -97,13 +97,7 @@ def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
     if store.config.center:
         key = key + store.key_offset[layer][:, :, None]
     matrix = store.key_rotation
-    return key if matrix is None else rotate(key, matrix.mT)
-
-
-def note_logits(store: Store, layer: int, softmax: Softmax) -> None:
-    """Excludes a layer from centring if its attention depends on more than differences of logits."""
-    if softmax.softcap is not None or softmax.sinks is not None:
-        store.uncentered.add(layer)
+    return key if matrix is None else store.ops.rotate(key, matrix.mT)
 
 
 def _offset(store: Store, layer: int) -> Tensor | None:
@@ -147,12 +141,12 @@ def query_moment(store: Store, query: Tensor, valid: Tensor | None) -> Tensor | 
     if not store.rounds_for_queries:
         return None
     valid = None if valid is None else valid[:, valid.shape[1] - query.shape[2] :]
-    return second_moment(query, store.num_heads, valid)
+    return store.ops.second_moment(query, store.num_heads, valid)
 
 
 def feedback(store: Store, moment: Tensor | None) -> Tensor | None:
     """Returns the feedback of `round_keys` for keys in the store's form, [rows, key_dim, key_dim], or None."""
-    return None if moment is None else feedback_of(moment, store.key_rotation)
+    return None if moment is None else store.ops.feedback_of(moment, store.key_rotation)
 
 
 class Entering:
@@ -191,9 +185,9 @@ class Entering:
         store, layer = self._store, self._layer
         offset = self._fixed_offset()
         if offset is None and self._beside_past is not None:
-            return PromptSource(*self._beside_past, None, None, None), None
+            return PromptSource(store.ops, *self._beside_past, None, None, None), None
         held = _offset(store, layer) if offset is None else offset
-        return PromptSource(self.key, self.value, store.key_rotation, store.value_rotation, held), offset
+        return PromptSource(store.ops, self.key, self.value, store.key_rotation, store.value_rotation, held), offset
 
     def _fixed_offset(self) -> Tensor | None:
         store, layer = self._store, self._layer
@@ -207,7 +201,7 @@ class Entering:
         if not bool(due.any()):
             return None
         offset = store.key_offset[layer]
-        total = rotate(self._sum_of_keys(offset.dtype), store.key_rotation)[:, :, 0]
+        total = store.ops.rotate(self._sum_of_keys(offset.dtype), store.key_rotation)[:, :, 0]
         in_window = held_tokens(store, layer) >= 0
         before = store.window_key[layer].to(offset.dtype).masked_fill(~in_window[:, None, :, None], 0.0).sum(2)
         mean = (total + before + held[:, None, None] * offset) / length.clamp(min=1)[:, None, None]
@@ -230,10 +224,12 @@ class PromptSource:
     """New tokens indexed in [batch, heads, tokens] order and converted to the store's form when read.
 
     Attributes:
+        ops: ops of the store.
         key, value: key and value states of the model, [batch, heads, tokens, dim].
         key_rotation, value_rotation, offset: arguments of `rotate`; None leaves the channels unchanged.
     """
 
+    ops: Ops
     key: Tensor
     value: Tensor
     key_rotation: Tensor | None
@@ -249,6 +245,7 @@ class PromptSource:
         place = row // heads, row % heads, token
         offset = None if self.offset is None else self.offset[place[:2]][None]
         # each token is treated as a separate head
+        rotate = self.ops.rotate
         key = rotate(self.key[place][None, :, None], self.key_rotation, offset)
         value = rotate(self.value[place][None, :, None], self.value_rotation)
         return key[0, :, 0], value[0, :, 0]

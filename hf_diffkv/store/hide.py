@@ -74,7 +74,7 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
         keep.append(new >= 0)
     nothing = no_tokens(store)
     demoted = torch.zeros_like(keep[HIGH])
-    rewrite_rows(rows, tuple(stored), tuple(keep), demoted, (nothing, nothing))
+    rewrite_rows(store.ops, rows, tuple(stored), tuple(keep), demoted, (nothing, nothing))
 
 
 def _hide_in_windows(store: Store, moved: Tensor) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..ops.prefill_attention import prefill_attention
 from ..ops.softmax import Softmax
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens
 from ..pages.segments import score_noise, segments
@@ -25,7 +24,6 @@ from .forms import (
     feedback,
     held_count,
     model_form,
-    note_logits,
     query_form,
     query_moment,
     slots_of,
@@ -89,11 +87,11 @@ def attend_beside(
         The attention output, and the attention each key received, float32 [batch, heads, P + Q]; the latter is None if
         the store selects no tokens.
     """
-    note_logits(store, layer, softmax)
+    store.note_logits(layer, softmax)
     if not store.layout.selects:
         options["observed"] = 0
     query = query if past.rows is None else query_form(store, query)
-    output, received = prefill_attention(query, key, value, softmax, past=past, **options)
+    output, received = store.ops.prefill_attention(query, key, value, softmax, past=past, **options)
     received = None if received is None else received.float()
     return output if past.rows is None else model_form(store, output), received
 
@@ -210,7 +208,7 @@ def compress(
     try:
         _write_scores(store, past, scores, length)
         demoted = levels[HIGH] == LOW_LEVEL
-        rewrite_rows(store.rows(layer), past.tokens, keep, demoted, arriving, feedback(store, moment))
+        rewrite_rows(store.ops, store.rows(layer), past.tokens, keep, demoted, arriving, feedback(store, moment))
     except MemoryError:
         _write_scores(store, past, previous)
         store.length[layer] = old_length

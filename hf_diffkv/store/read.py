@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..ops.backend import compute_dtype
 from ..ops.compact import stored_tokens, token_positions
-from ..ops.quantize import load_tokens
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, column
 from ..pages.segments import segments
 from .compaction import settle
@@ -84,7 +83,7 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
         tokens = stored_tokens(store.rows(layer), tier)
         view = segments(store.pool.pages, layout)
         position = token_positions(store.rows(layer), tier, tokens)
-        tier_keys, tier_values = load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
+        tier_keys, tier_values = store.ops.load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
         keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
         score[tokens.row, position] = view.scores(tokens.page, tokens.slot)
     slot, row, position = exact_tokens(store, layer)

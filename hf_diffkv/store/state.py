@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..heads.query_moments import QueryMoments
-from ..ops.backend import KERNELS, choose, compute_dtype
+from ..ops import backend
+from ..ops.backend import KERNELS, compute_dtype
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
+from ..ops.softmax import Softmax
+from ..ops.table import Ops, ops_for
 from ..ops.tiles import Bounds
 from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
@@ -202,9 +206,11 @@ class Store:
         self.scratch: Scratch | None = None
         # record of prompt_kernels.py for the current forward of several tokens
         self.forward: Any = None
-        # records of the rows for ops, and argument blocks of native.py
+        # `ops`, and the backend that was forced when they were chosen
+        self._ops: Ops | None = None
+        self._ops_forced: str | None = None
+        # records of the rows for ops
         self._kept: KeptRows | None = None
-        self.native_calls: Any = None
         # tokens per row for which tables and buffers are allocated in advance, so that they stay in place until then
         self.room = 0
         # the host's bounds on the rows, of all layers and by layer, valid for `steps_left` more steps
@@ -290,7 +296,7 @@ class Store:
 
     def __getstate__(self) -> dict:
         """Returns the state for copies and pickles; a fork gets its own copy of shared pages."""
-        state = dict(self.__dict__, native_calls=None, _kept=None)
+        state = dict(self.__dict__, _kept=None, _ops=None)
         if self.twins is not None:
             pool, table = self.private_pages()
             state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "steps_left": 0}
@@ -298,7 +304,8 @@ class Store:
 
     def rows(self, layer: int) -> LayerRows:
         """Returns the record of a layer's tensors for ops; the same object until one of them moves."""
-        return self.kept_rows().layer(layer)
+        kept = self.kept_rows()
+        return kept.layers[layer] or kept.layer(layer)
 
     def all_rows(self) -> LayerRows:
         """Returns the record of all layers as one batch: requests of the first layer, of the second, and so on."""
@@ -308,7 +315,7 @@ class Store:
         """Returns the records of all layers; the same object until a tensor moves."""
         state = self.__dict__
         held = (self.pool, self.table.table, self.invalid, *[state[name] for name in ROW_STATE])
-        if self._kept is None or not self._kept.holds(held):
+        if self._kept is None or not all(map(is_, held, self._kept.held)):
             self._kept = KeptRows(self.layout, self.sink_slots, held)
         return self._kept
 
@@ -322,14 +329,18 @@ class Store:
         held += [] if feedback is None else [feedback.matrix, feedback.layer, feedback.head]
         return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
 
-    def backend(self) -> str:
-        """Returns the backend that runs this store's ops, one of `ops.backend.BACKENDS`."""
-        return choose(self.device, self.dtype, self.layout.high, self.layout.low)
+    @property
+    def ops(self) -> Ops:
+        """Implementations of the ops that this store runs; chosen once, and anew under `use_backend`."""
+        if self._ops is None or self._ops_forced != backend.forced:
+            self._ops = ops_for(self.device, self.dtype, self.layout.high, self.layout.low)
+            self._ops_forced = backend.forced
+        return self._ops
 
     @property
     def enters_at_once(self) -> bool:
         """Whether kernels store a prompt directly: there is no token selection, or thresholds alone decide it."""
-        if self.backend() != KERNELS or type(self.pool) is not PagePool:
+        if self.ops.backend != KERNELS or type(self.pool) is not PagePool:
             return False
         return not self.layout.selects or (self.policy.by_thresholds and self.config.max_bytes is None)
 
@@ -373,6 +384,11 @@ class Store:
         if not self.layout.selects:
             return None
         return self.config.observation_window
+
+    def note_logits(self, layer: int, softmax: Softmax) -> None:
+        """Excludes a layer from centring if its attention depends on more than differences of logits."""
+        if softmax.softcap is not None or softmax.sinks is not None:
+            self.uncentered.add(layer)
 
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets the thresholds of an empty layer.

@@ -105,7 +105,7 @@ def bound_rows(store: Store, high: np.ndarray, low: np.ndarray, lookahead: int) 
         high, low: current counts, int64 [layers, batch, heads].
     """
     longest = int((high + low).max()) + lookahead + store.window_slots
-    if store.backend() != REFERENCE:
+    if store.ops.backend != REFERENCE:
         store.all_bounds = Bounds(longest)
         store.layer_bounds = [store.all_bounds] * store.num_layers
         return

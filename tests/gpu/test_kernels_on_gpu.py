@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from chosen_ops import compact_step, load_tokens, move_tokens, prefill_attention, store_tokens
 from rows import RandomRows, random_rows
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.compact import compact_step
-from hf_diffkv.ops.prefill_attention import prefill_attention
-from hf_diffkv.ops.quantize import load_tokens, move_tokens, store_tokens
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW, EarlierTokens, PageLayout, column
 from hf_diffkv.pages.segments import Contents, segments

@@ -5,10 +5,10 @@ from __future__ import annotations
 import interpreted  # noqa: F401
 import pytest
 import torch
+from chosen_ops import append_rotated, append_token
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.append import append_rotated, append_token
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import Rotation, rotation_matrix
 from hf_diffkv.pages import LayerRows, PageLayout

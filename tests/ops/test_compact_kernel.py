@@ -11,12 +11,13 @@ from test_compact_reference import Rewrite
 from test_quantize_kernel import NARROW
 
 from hf_diffkv.config import Precision
+from hf_diffkv.ops import table
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import launch, reference
 from hf_diffkv.ops.compact.kernels import pair_ranks, sum_totals
 from hf_diffkv.ops.quantize import launch as quantize_launch
 from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens
-from hf_diffkv.ops.tiles import build_tiles
+from hf_diffkv.ops.tiles import Bounds, build_tiles
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout, column
 from hf_diffkv.pages.segments import Contents, segments
 from tools.kernels.rows import given_rows
@@ -157,7 +158,7 @@ class State:
 def run_kernel(state, candidates, thresholds, flag=None):
     most = int(max(state.high_count.max(), state.low_count.max()))
     flag = torch.zeros(1, dtype=torch.int32) if flag is None else flag
-    state.compact(launch, candidates, thresholds, max_tokens=most, flag=flag)
+    state.compact(launch, candidates, thresholds, bounds=Bounds(most), flag=flag)
     return flag
 
 
@@ -166,7 +167,7 @@ def run_reference(state, candidates, thresholds):
         build_tiles(count.numpy().astype(np.int64), 0, tier.capacity, CPU)
         for count, tier in ((state.high_count, state.layout.high), (state.low_count, state.layout.low))
     )
-    state.compact(reference, candidates, thresholds, tiles=tiles)
+    state.compact(reference, candidates, thresholds, bounds=Bounds(0, tiles))
 
 
 def assert_alike(got, expected):
@@ -245,7 +246,7 @@ def test_max_tokens_only_balances_the_work(monkeypatch):
     state = State(small_layout(), [300, 7], [40, 90], seed=4)
     expected = state.clone()
     candidates, limits = state.candidates(mean=[2.0, 1.0]), state.thresholds()
-    state.compact(launch, candidates, limits, max_tokens=1, flag=torch.zeros(1, dtype=torch.int32))
+    state.compact(launch, candidates, limits, bounds=Bounds(1), flag=torch.zeros(1, dtype=torch.int32))
     run_reference(expected, candidates, limits)
     assert_alike(state, expected)
 
@@ -347,7 +348,7 @@ def test_no_rows():
     for name in ("table", "high_count", "low_count"):
         setattr(state, name, getattr(state, name)[:0])
     flag = torch.zeros(1, dtype=torch.int32)
-    state.compact(launch, [x[:0] for x in candidates], [x[:0] for x in limits], max_tokens=0, flag=flag)
+    state.compact(launch, [x[:0] for x in candidates], [x[:0] for x in limits], bounds=Bounds(0), flag=flag)
     assert int(flag) == 0
 
 
@@ -429,8 +430,10 @@ def test_rewriting_rows_leaves_the_same_bytes_as_the_reference(seed):
 def test_rewriting_moves_tokens_by_the_kernel(monkeypatch):
     moved = []
     monkeypatch.setattr(quantize_launch, "move_tokens", lambda *args: moved.append(args[2].numel()))
+    table.ops_of.cache_clear()
     with use_backend("kernels"):
         Rewrite(0).run()
+    table.ops_of.cache_clear()
     assert sum(moved) > 50
 
 

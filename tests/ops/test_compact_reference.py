@@ -13,7 +13,8 @@ from hand_pages import HandStore, read_token, write_token
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact import Given, NewTokens, rewrite_rows, stored_tokens
 from hf_diffkv.ops.compact.reference import compact_step
-from hf_diffkv.ops.tiles import build_tiles
+from hf_diffkv.ops.table import ops_for_rows
+from hf_diffkv.ops.tiles import Bounds, build_tiles
 from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout, PagePool
 
 DIM = 16
@@ -122,7 +123,7 @@ def run_step(rows: Rows, candidates: list[Token], leaving: list[bool], high: lis
     }
     layer = rows.layer(key[:, None, None], value[:, None, None], **window)
     thresholds = (torch.tensor(each, dtype=torch.float32)[:, None] for each in (high, low))
-    compact_step(layer, torch.tensor(leaving), *thresholds, tiles=tiles)
+    compact_step(layer, torch.tensor(leaving), *thresholds, bounds=Bounds(0, tiles))
 
 
 def algorithm_one(
@@ -265,7 +266,7 @@ class Rewrite:
     def run(self) -> None:
         rows = self.rows
         stored = tuple(stored_tokens(rows.layer(), tier) for tier in (HIGH, LOW))
-        rewrite_rows(rows.layer(), stored, self.keep, self.demoted, self.new)
+        rewrite_rows(ops_for_rows(rows.layer()), rows.layer(), stored, self.keep, self.demoted, self.new)
 
 
 def _new_tokens(tokens: list[tuple[int, Token]]) -> NewTokens:

@@ -15,7 +15,7 @@ from hf_diffkv.ops.decode_attention import launch, reference
 from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch
 from hf_diffkv.ops.quantize import reference as quantize
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.ops.tiles import build_tiles
+from hf_diffkv.ops.tiles import Bounds, build_tiles
 from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout
 from hf_diffkv.pages.segments import Contents, as_scores, segments
 from hf_diffkv.precision import SUPPORTED_BITS
@@ -137,7 +137,7 @@ def run_kernel(case, splits=3, block=32, scratch=None, operand=None, softcap=Non
     scratch = scratch or make_scratch(case, splits, block=block, operand=operand)
     softmax = Softmax(case.scaling, softcap, sinks)
     return launch.decode_attention(
-        case.query, case.rows, softmax, max_tokens=case.max_tokens, scratch=scratch, **options
+        case.query, case.rows, softmax, bounds=Bounds(case.max_tokens), scratch=scratch, **options
     )
 
 
@@ -149,7 +149,9 @@ def run_reference(case, softcap=None, sinks=None, **options):
         for tier, layout in ((HIGH, case.layout.high), (LOW, case.layout.low))
     )
     clean = replace(rows, window_key=rows.window_key.nan_to_num(), window_value=rows.window_value.nan_to_num())
-    return reference.decode_attention(case.query, clean, Softmax(case.scaling, softcap, sinks), tiles=tiles, **options)
+    return reference.decode_attention(
+        case.query, clean, Softmax(case.scaling, softcap, sinks), bounds=Bounds(0, tiles), **options
+    )
 
 
 def relative_error(got, want):
@@ -421,7 +423,7 @@ def test_scratch_is_reused_and_checked():
 def test_the_launcher_allocates_its_own_scratch():
     case = make_case([[30]], [[9]], [4])
     expected = run_reference(case.copy())
-    got = launch.decode_attention(case.query, case.rows, Softmax(case.scaling), max_tokens=case.max_tokens)
+    got = launch.decode_attention(case.query, case.rows, Softmax(case.scaling), bounds=Bounds(case.max_tokens))
     assert relative_error(got, expected) < 1e-3
 
 
@@ -438,7 +440,7 @@ def test_nothing_is_read_back_from_the_device(monkeypatch):
     pool = SimpleNamespace(pages=case.rows.pages.to("meta"), free_list=None)
     valid = torch.ones(1, dtype=torch.bool, device="meta")
     rows = replace(case.rows, pool=pool, **tensors)
-    launch.decode_attention(case.query.to("meta"), rows, Softmax(1.0), max_tokens=50, valid=valid)
+    launch.decode_attention(case.query.to("meta"), rows, Softmax(1.0), bounds=Bounds(50), valid=valid)
     assert [grid for grid, _ in launched] == [(1, 1), (1, case.query.shape[1] + 1)]
 
 
@@ -450,7 +452,7 @@ def test_wrong_arguments_are_refused():
         (case.query.float(), 1.0, "query is torch.float32 but the stored tokens are torch.float16"),
     ):
         with pytest.raises(ValueError, match=message):
-            launch.decode_attention(query, case.rows, Softmax(scaling), max_tokens=9)
+            launch.decode_attention(query, case.rows, Softmax(scaling), bounds=Bounds(9))
 
 
 @pytest.mark.parametrize("backend", ["cuda", "hip"])

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from chosen_ops import prefill_attention
 from hand_past import attend_prompt
 from prompt_cases import Attention, PromptTests
 from test_prefill_attention_reference import dense, draw
 
-from hf_diffkv.ops import prefill_attention as op
+from hf_diffkv.ops import backend
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.prefill_attention import flash, prefill_attention
+from hf_diffkv.ops.prefill_attention import cpu as op
+from hf_diffkv.ops.prefill_attention import flash
 
 # a rounding of the output, to which that of the probabilities adds
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -47,7 +49,7 @@ class TestFlash(PromptTests):
 
 def test_heads_too_wide_for_the_kernels_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the reference although kernels run, as on a GPU for Gemma 4's full-attention layers."""
-    monkeypatch.setattr(op, "use_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(backend, "use_kernels", lambda device, dtype: True)
     query, key, value = (part.float() for part in draw(1, 1, 2, 9, 512))
     output, received = attend_prompt(prefill_attention, query, key, value, scaling=0.05)
     expected = dense(query, key, value, 0.05)

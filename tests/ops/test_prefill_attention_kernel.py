@@ -1,11 +1,12 @@
 import interpreted  # noqa: F401
 import pytest
 import torch
+from chosen_ops import prefill_attention
 from hand_past import attend_prompt, hand_past
 from test_prefill_attention_reference import dense
 
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.prefill_attention import launch, prefill_attention, reference, tiles
+from hf_diffkv.ops.prefill_attention import launch, reference, tiles
 from hf_diffkv.ops.softmax import Softmax
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}

@@ -1,11 +1,12 @@
 import interpreted  # noqa: F401
 import pytest
 import torch
+from chosen_ops import store_tokens
 from decode_cases import NARROW
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import BACKENDS, use_backend
-from hf_diffkv.ops.quantize import launch, reference, store_tokens
+from hf_diffkv.ops.quantize import launch, reference
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.pages.segments import Contents, segments
 from hf_diffkv.precision import CODE_BITS, SUPPORTED_BITS

@@ -13,6 +13,7 @@ from typing import Any
 import interpreted  # noqa: F401
 import pytest
 import torch
+from chosen_ops import prefill_attention
 from hand_past import attend_prompt
 from tiny_models import tiny_model
 from triton._C.libtriton import native_specialize_impl
@@ -25,7 +26,6 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
 from hf_diffkv.config.presets import preset_named
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.prefill_attention import prefill_attention
 
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))

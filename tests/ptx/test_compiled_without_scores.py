@@ -20,6 +20,7 @@ from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import launch
 from hf_diffkv.ops.prefill_attention.launch import prefill_attention
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.ops.tiles import Bounds
 
 K6V5, K5V3, K4V3, K3V2 = Precision(6, 5), Precision(5, 3), Precision(4, 3), Precision(3, 2)
 UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
@@ -37,7 +38,7 @@ def test_a_step_leaves_nothing_behind(high, low, dim, emulator) -> None:
     numbers = {**UNSCORED, "high": high, "low": low}
     case = make_case(*counts, [19], key_dim=dim, group=4, dtype=torch.bfloat16, **numbers)
     mine = case.copy()
-    got = launch.decode_attention(mine.query, mine.rows, Softmax(mine.scaling), max_tokens=mine.max_tokens)
+    got = launch.decode_attention(mine.query, mine.rows, Softmax(mine.scaling), bounds=Bounds(mine.max_tokens))
     assert relative_error(got, attend_by_reference(case.copy())) < TOLERANCE[torch.bfloat16]
     assert torch.equal(mine.rows.pages, case.rows.pages)
     assert [name for name, _ in emulator.launched] == ["attend_kernel", "finish_kernel"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chosen_ops import feedback_of, second_moment
 from simulated_storage import adapted_round_trip
 from test_compressed import Pair, left_padding
 from test_rotated import noted_draws
@@ -15,7 +16,7 @@ from hf_diffkv.native import library
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
 from hf_diffkv.ops.rotation import rotation_matrix
-from hf_diffkv.ops.rounding import feedback_of, native, reference, second_moment
+from hf_diffkv.ops.rounding import native, reference
 from hf_diffkv.pages import PageLayout, TierLayout
 from hf_diffkv.store import read_tokens
 

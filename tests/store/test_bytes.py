@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from chosen_ops import prefill_attention
 from given_stores import attend, begin, new_store
 from torch import Tensor
 from transformers import LlamaConfig
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.ops.prefill_attention import prefill_attention
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.pages.reserve import Reservation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +14,7 @@ from ...pages import LayerRows
 from ..backend import device_of, unit_stride
 from ..quantize.launch import check_dtype, dot_dtype
 from ..rotation import Rotation
-from ..rotation_kernel import INNER, root
+from ..rotation_kernel import INNER, root, rotate
 from .kernels import append_kernel
 
 # elements of keys, or of values, that a program and one of its warps process at once
@@ -22,6 +23,19 @@ WARP_ELEMENTS = 512
 MOST_WARPS = 8
 # the loop over heads usually runs once, so no later iteration is prefetched into shared memory
 NUM_STAGES = 1
+# widest head that a program rotates without spilling, on AMD devices too; wider ones need launches of their own
+WIDEST_ROTATED = 256
+
+
+def append_rotated(
+    rows: LayerRows, key: Tensor, value: Tensor, query: Tensor | None, rotation: Rotation, **options: Any
+) -> Tensor | None:
+    """Rotates keys and values and appends them, usually in one launch; arguments and result as in the reference."""
+    if max(key.shape[2], value.shape[2]) <= WIDEST_ROTATED:
+        return append_token(rows, key, value, query=query, rotation=rotation, **options)
+    key = rotate(key[:, :, None], rotation.key, rows.offset)[:, :, 0]
+    append_token(rows, key, rotate(value[:, :, None], rotation.value)[:, :, 0], **options)
+    return None if query is None else rotate(query[:, :, None], rotation.key)[:, :, 0]
 
 
 def append_token(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...pages import LayerRows
 from ...pages.rows import slots_of
+from ..rotation import Rotation, rotate
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:
@@ -32,3 +35,26 @@ def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, v
     rows.window_score[batch, :, slot] = score
     rows.invalid.logical_or_(~finite)
     rows.length.add_(1 if valid is None else valid)
+
+
+def append_rotated(
+    rows: LayerRows, key: Tensor, value: Tensor, query: Tensor | None, rotation: Rotation, **options: Any
+) -> Tensor | None:
+    """Rotates keys and values, subtracts the rows' offset from keys, and appends them.
+
+    Args:
+        query: query states to rotate like keys, [batch, query_heads, key_dim], or None.
+        rotation: rotations of keys and values.
+        **options: further arguments of `append_token`.
+
+    Returns:
+        The rotated query, or None.
+    """
+    append_token(rows, *rotated(rows, key, value, rotation), **options)
+    return None if query is None else rotate(query[:, :, None], rotation.key)[:, :, 0]
+
+
+def rotated(rows: LayerRows, key: Tensor, value: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Converts one key and value of every request and head to the store's form."""
+    key = rotate(key[:, :, None], rotation.key, rows.offset)[:, :, 0]
+    return key, rotate(value[:, :, None], rotation.value)[:, :, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +13,7 @@ from ...pages import LayerRows, PageLayout
 from ..backend import launch, row_arguments
 from ..quantize.launch import TRITON_DTYPES, check_dtype
 from ..rounding import ModelFeedback
+from ..tiles import Bounds
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
 from .reference import Candidates, candidates
@@ -29,19 +31,27 @@ def compact_step(
     high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
-    max_tokens: int,
+    bounds: Bounds,
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Compacts all rows once; further arguments as in the op.
-
-    Args:
-        max_tokens: upper bound on the tokens of any row in one tier; only balances the work.
-    """
+    """Compacts all rows once; arguments as in the reference. The bounds only balance the work."""
     check_dtype(rows.dtype)
     if rows.count:
-        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag, feedback)
+        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), bounds.max_tokens, flag, feedback)
     rows.window_start.add_(leaving)
+
+
+def compact_windows(
+    rows: LayerRows,
+    window: int,
+    high_threshold: Tensor,
+    low_threshold: Tensor | None,
+    **options: Any,
+) -> None:
+    """Compacts the rows of overfull windows; arguments as in the reference."""
+    leaving = rows.length - rows.window_start > window
+    compact_step(rows, leaving, high_threshold, low_threshold, **options)
 
 
 def _move(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
 from ...native.library import Compaction, address, call, format_of, set_rows
 from ...pages import LayerRows
 from ..rounding import ModelFeedback
+from ..tiles import Bounds
 
 
 def compact_step(
@@ -17,11 +20,41 @@ def compact_step(
     low_threshold: Tensor | None,
     *,
     flag: Tensor,
+    bounds: Bounds | None = None,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Compacts all rows once; arguments as in the op."""
+    """Compacts all rows once; arguments as in the reference. The bounds are not used.
+
+    Raises:
+        CorruptMemoryError: a table entry is not a page, or counts do not fit the table; nothing has changed.
+    """
     block, leaving = round_block(rows, flag), leaving.contiguous()
     block.leaving = address(leaving)
+    set_feedback(block, feedback)
+    run(block, high_threshold, low_threshold)
+
+
+# filled argument blocks of the rows of stores; records of rows live until one of their tensors moves
+_blocks: WeakKeyDictionary[LayerRows, Compaction] = WeakKeyDictionary()
+
+
+def compact_windows(
+    rows: LayerRows,
+    window: int,
+    high_threshold: Tensor,
+    low_threshold: Tensor | None,
+    *,
+    flag: Tensor,
+    bounds: Bounds | None = None,
+    feedback: ModelFeedback | None = None,
+) -> None:
+    """Compacts the rows of overfull windows; arguments as in the reference. The bounds are not used."""
+    block, pool = _blocks.get(rows), rows.pool
+    if block is None:
+        block = _blocks[rows] = round_block(rows, flag)
+    block.window = window
+    block.rows.pages, block.rows.page_count = pool.address, pool.capacity
+    block.ring, block.state, block.flag = map(address, (pool.free_list.ring, pool.free_list.state, flag))
     set_feedback(block, feedback)
     run(block, high_threshold, low_threshold)
 

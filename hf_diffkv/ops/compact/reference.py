@@ -5,7 +5,7 @@ A row is one (layer, request, KV head). Nothing is read back to the host: rows w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch import Tensor
 from ...pages import HIGH, LOW, NULL_PAGE, FreeList, LayerRows, PageLayout, TierLayout, column
 from ...pages.rows import slots_of
 from ...pages.segments import Contents, as_positions, as_scores, segments
-from ..quantize import load_tokens, store_tokens
+from ..quantize.reference import load_tokens, store_tokens
 from ..rounding import LARGEST_BITS, ModelFeedback
 from ..rounding.reference import round_keys
-from ..tiles import Tiles
+from ..tiles import Bounds, Tiles
 
 
 class Candidates(NamedTuple):
@@ -61,7 +61,8 @@ def compact_step(
     high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
-    tiles: tuple[Tiles, Tiles],
+    bounds: Bounds,
+    flag: Tensor | None = None,
     feedback: ModelFeedback | None = None,
 ) -> None:
     """Moves the oldest token of windows to a tier, displacing at most one victim, or prunes it.
@@ -73,12 +74,27 @@ def compact_step(
         leaving: True for windows that a token leaves, bool [batch].
         high_threshold, low_threshold: thresholds on mean significance, float32 [batch, heads]. If pages have no scores,
             `alpha_high` of `rows` and None: candidates go to the high tier where it is 0, otherwise to the low tier.
-        tiles: tiles that cover all high and all low pages.
+        bounds: the host's upper bounds on the rows' lengths, with tiles.
+        flag: error bits on the device, int32 [1]; bits are set and never cleared. Bit 1: too few pages were free. Bit
+            2: the two ends of a table row would have met. In both cases the compaction was cancelled: the candidates
+            are not stored, and only the windows' start has changed. The reference does not use it.
         feedback: matrices by which keys of at most `LARGEST_BITS` bits are rounded, victims' keys included; None rounds
             to nearest.
     """
-    _move(rows, candidates(rows, leaving), high_threshold, low_threshold, tiles, feedback)
+    _move(rows, candidates(rows, leaving), high_threshold, low_threshold, bounds.tiles, feedback)
     rows.window_start.add_(leaving)
+
+
+def compact_windows(
+    rows: LayerRows,
+    window: int,
+    high_threshold: Tensor,
+    low_threshold: Tensor | None,
+    **options: Any,
+) -> None:
+    """Compacts all rows whose windows hold more than `window` tokens; further arguments as in `compact_step`."""
+    leaving = rows.length - rows.window_start > window
+    compact_step(rows, leaving, high_threshold, low_threshold, **options)
 
 
 def _move(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, TierLayout, column
 from ...pages.segments import Contents, segments
-from ..quantize import load_tokens, move_tokens, store_tokens
-from ..quantize.reference import move_tokens as move_through_copy
-from ..rounding import round_keys
+from ..quantize.reference import move_tokens
+from ..rounding import LARGEST_BITS
+from ..table import Ops
 
 # tokens that are moved through a copy at once
 MOVE_TOKENS = 1 << 14
@@ -144,6 +144,7 @@ def token_positions(rows: LayerRows, tier: int, tokens: StoredTokens) -> Tensor:
 
 
 def rewrite_rows(
+    ops: Ops,
     rows: LayerRows,
     stored: tuple[StoredTokens, StoredTokens],
     keep: tuple[Tensor, Tensor],
@@ -156,6 +157,7 @@ def rewrite_rows(
     If pages hold no positions, the kept tokens keep their order; otherwise the last tokens fill the holes.
 
     Args:
+        ops: ops for these rows.
         rows: rows to rewrite.
         stored: stored tokens of each tier (high, low).
         keep: True for tokens that stay in their tier, bool [n] for each tier.
@@ -170,7 +172,7 @@ def rewrite_rows(
     """
     added = new
     if rows.layout.selects:
-        added = (new[HIGH], _demoted_tokens(rows, stored[HIGH], demoted).merge(new[LOW]))
+        added = (new[HIGH], _demoted_tokens(ops, rows, stored[HIGH], demoted).merge(new[LOW]))
     plans = []
     for tier, layout in enumerate(rows.tiers):
         kept = torch.bincount(stored[tier].row[keep[tier]], minlength=rows.count)
@@ -181,14 +183,16 @@ def rewrite_rows(
     rows.pool.ensure_free(max(0, taken - given))
 
     for tier in (HIGH, LOW):
-        close = _close_holes if rows.layout.selects else _close_ranks
-        close(rows, tier, stored[tier], keep[tier], plans[tier][0])
+        if rows.layout.selects:
+            _close_holes(ops, rows, tier, stored[tier], keep[tier], plans[tier][0])
+        else:
+            _close_ranks(rows, tier, stored[tier], keep[tier], plans[tier][0])
     for tier in (HIGH, LOW):
         _give_pages(rows, tier, *plans[tier][2:])
     for tier in (HIGH, LOW):
         kept, after, have, need = plans[tier]
         _take_pages(rows, tier, have, need)
-        _append(rows, tier, kept, added[tier], feedback)
+        _append(ops, rows, tier, kept, added[tier], feedback)
         rows.counts[tier].view(-1).copy_(after)
 
 
@@ -196,21 +200,21 @@ def _pages(count: Tensor, layout: TierLayout) -> Tensor:
     return (count + layout.capacity - 1) // layout.capacity
 
 
-def _demoted_tokens(rows: LayerRows, stored: StoredTokens, demoted: Tensor) -> NewTokens:
+def _demoted_tokens(ops: Ops, rows: LayerRows, stored: StoredTokens, demoted: Tensor) -> NewTokens:
     page, slot, layout = stored.page[demoted], stored.slot[demoted], rows.layout.high
-    key, value = load_tokens(rows.pages, layout, page, slot, rows.dtype)
+    key, value = ops.load_tokens(rows.pages, layout, page, slot, rows.dtype)
     view = segments(rows.pages, layout)
     score, position = view.scores(page, slot), view.positions(page, slot).long()
     return NewTokens.of(stored.row[demoted], Given(key, value), score, position)
 
 
-def _close_holes(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
+def _close_holes(ops: Ops, rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
     """Moves each row's last tokens into the slots of removed ones."""
     inside = stored.index < kept[stored.row]
     # each row has as many holes inside as kept tokens outside, and both lists are in row order
     holes, movers = ~keep & inside, keep & ~inside
     old, new = (stored.page[movers], stored.slot[movers]), (stored.page[holes], stored.slot[holes])
-    move_tokens(rows.pages, rows.tiers[tier], *old, *new, rows.dtype)
+    ops.move_tokens(rows.pages, rows.tiers[tier], *old, *new)
 
 
 def _close_ranks(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
@@ -222,7 +226,7 @@ def _close_ranks(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor,
     for start in range(0, old.numel(), MOVE_TOKENS):
         places = (each[start : start + MOVE_TOKENS] for each in (old, new))
         (page, slot), (to_page, to_slot) = ((stored.page[place], stored.slot[place]) for place in places)
-        move_through_copy(rows.pages, rows.tiers[tier], page, slot, to_page, to_slot)
+        move_tokens(rows.pages, rows.tiers[tier], page, slot, to_page, to_slot)
 
 
 def _entries(rows: LayerRows, tier: int, count: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +250,7 @@ def _take_pages(rows: LayerRows, tier: int, have: Tensor, need: Tensor) -> None:
     rows.page_table.view(-1, rows.width)[row, entry] = ids.to(torch.int32)
 
 
-def _append(rows: LayerRows, tier: int, kept: Tensor, new: NewTokens, feedback: Tensor | None) -> None:
+def _append(ops: Ops, rows: LayerRows, tier: int, kept: Tensor, new: NewTokens, feedback: Tensor | None) -> None:
     layout, pages = rows.tiers[tier], rows.pages
     added = torch.bincount(new.row, minlength=kept.numel())
     rank = torch.arange(new.row.numel(), device=new.row.device) - (added.cumsum(0) - added)[new.row]
@@ -256,7 +260,7 @@ def _append(rows: LayerRows, tier: int, kept: Tensor, new: NewTokens, feedback: 
     slot = index % layout.capacity
     for part in new.parts():
         key, value = new.read(part)
-        if feedback is not None:
-            key = round_keys(key, new.row[part], feedback, layout)
+        if feedback is not None and layout.k_bits <= LARGEST_BITS and key.shape[0]:
+            key = ops.round_keys(key, new.row[part], feedback, layout)
         contents = Contents(key, value, new.score[part], new.position[part])
-        store_tokens(pages, layout, page[part], slot[part], contents, rows.dtype)
+        ops.store_tokens(pages, layout, page[part], slot[part], contents, rows.dtype)

@@ -9,7 +9,11 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
+from ..append.launch import append_rotated, append_token
+from ..rotation import Rotation
+from ..rotation_kernel import rotate
 from ..softmax import Held, Softmax
+from ..tiles import Bounds
 from .finish_kernel import finish_kernel
 from .kernels import attend_kernel
 from .rows import LOG2_E
@@ -26,7 +30,7 @@ def decode_attention(
     rows: LayerRows,
     softmax: Softmax,
     *,
-    max_tokens: int,
+    bounds: Bounds,
     valid: Tensor | None = None,
     scratch: Scratch | None = None,
     held: Held | None = None,
@@ -38,7 +42,6 @@ def decode_attention(
 
     Args:
         softmax: softmax parameters; the scaling must be positive.
-        max_tokens: upper bound on the stored tokens of any row, both tiers and window together; must hold.
         scratch: buffers of an earlier call; None allocates new ones. CUDA graphs need fixed buffers.
 
     Returns:
@@ -48,7 +51,7 @@ def decode_attention(
     _check_query(query, rows, scaling)
     query_heads = query.shape[1]
     group = query_heads // rows.heads
-    max_tokens = max(int(max_tokens), 1)
+    max_tokens = max(int(bounds.max_tokens), 1)
     if scratch is None:
         scratch = Scratch.allocate(query, rows, max_tokens)
     scratch.check(rows, group, max_tokens)
@@ -149,6 +152,31 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
             "HOLD": False,
         },
     }
+
+
+def append_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: LayerRows,
+    softmax: Softmax,
+    *,
+    rotation: Rotation | None,
+    limit: float,
+    bounds: Bounds,
+    valid: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """Appends a token and attends from it; arguments and result as in the reference."""
+    query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+    if rotation is None:
+        key = rotate(key[:, :, None], None, rows.offset)[:, :, 0]
+        append_token(rows, key, value, limit=limit, valid=valid)
+    else:
+        query = append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
+    output = decode_attention(query, rows, softmax, bounds=bounds, valid=valid, scratch=scratch)
+    # heads are passed as tokens: tiles of one token each would read the matrix once per tile
+    return (output if rotation is None else rotate(output[None], rotation.value.mT)[0])[:, :, None]
 
 
 def _check_query(query: Tensor, rows: LayerRows, scaling: float) -> None:

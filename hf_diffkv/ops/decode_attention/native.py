@@ -2,25 +2,65 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
-from ...native.library import StepBlock, address, call, step_block
+from ...native.library import StepBlock, address, call, set_token, step_block, unit_stride
 from ...pages import LayerRows
-from ..backend import unit_stride
+from ..rotation import Rotation
 from ..softmax import Held, Softmax
+from ..tiles import Bounds
 
 
 def decode_attention(
-    query: Tensor, rows: LayerRows, softmax: Softmax, *, valid: Tensor | None = None, held: Held | None = None
+    query: Tensor,
+    rows: LayerRows,
+    softmax: Softmax,
+    *,
+    bounds: Bounds | None = None,
+    valid: Tensor | None = None,
+    scratch: None = None,
+    held: Held | None = None,
 ) -> Tensor:
-    """Attends from the newest token of every request; arguments as in the reference, without tiles.
+    """Attends from the newest token of every request; arguments as in the reference. The bounds are not used.
 
     Raises:
         ValueError: the queries do not fit the rows.
         CorruptMemoryError: a table entry is not a page, or counts do not fit the table; nothing has changed.
     """
     return attend(step_block(rows), query, softmax, valid=valid, held=held)
+
+
+# filled argument blocks of the rows of stores; records of rows live until one of their tensors moves
+_blocks: WeakKeyDictionary[LayerRows, StepBlock] = WeakKeyDictionary()
+
+
+def append_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: LayerRows,
+    softmax: Softmax,
+    *,
+    rotation: Rotation | None,
+    limit: float,
+    bounds: Bounds | None = None,
+    valid: Tensor | None = None,
+    scratch: None = None,
+) -> Tensor:
+    """Appends a token and attends from it in one call; arguments and result as in the reference."""
+    block = _blocks.get(rows)
+    if block is None:
+        block = _blocks[rows] = step_block(rows)
+        block.key_offset = address(rows.offset)
+    block.rows.pages, block.rows.page_count = rows.pool.address, rows.pool.capacity
+    block.limit, block.rotate = limit, rotation is not None
+    kept = set_token(block, key, value)
+    output = attend(block, query, softmax, valid=valid)
+    del kept
+    return output
 
 
 def attend(

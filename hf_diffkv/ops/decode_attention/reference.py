@@ -18,9 +18,11 @@ from torch import Tensor
 from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, column, fields
 from ...pages.rows import held_tokens
 from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
+from ..append.reference import append_rotated, append_token
 from ..backend import compute_dtype
+from ..rotation import Rotation, rotate
 from ..softmax import Held, Softmax
-from ..tiles import Tiles
+from ..tiles import Bounds, Tiles
 
 CHUNK_ELEMENTS = 1 << 18
 WORD_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -33,8 +35,9 @@ def decode_attention(
     rows: LayerRows,
     softmax: Softmax,
     *,
-    tiles: tuple[Tiles, Tiles],
+    bounds: Bounds,
     valid: Tensor | None = None,
+    scratch: None = None,
     held: Held | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request, which is already in the window, and updates the sums.
@@ -46,9 +49,10 @@ def decode_attention(
     Args:
         query: query states, [batch, query_heads, key_dim].
         rows: rows to attend to.
-        tiles: tiles that cover all high and all low pages.
+        bounds: the host's upper bounds on the rows' lengths, with tiles.
         valid: False where the newest token is padding, bool [batch]; the output is then zero and no sums grow. None if
             all are real.
+        scratch: buffers of `allocate_scratch`, which only the kernels use.
         held: accumulator that joins the attention of several layers to the same tokens; None for one layer.
 
     Returns:
@@ -68,8 +72,8 @@ def decode_attention(
     merged = _window_partials(window, rows.window_value, softmax.sinks, group)
     pieces = []
     for tier in (HIGH, LOW):
-        if tiles[tier].row.numel():
-            piece = TierAttention(rows, tier, tiles[tier])
+        if bounds.tiles[tier].row.numel():
+            piece = TierAttention(rows, tier, bounds.tiles[tier])
             piece.attend(scaled, merged, softmax.softcap)
             pieces.append(piece)
     total = torch.where(merged.total == 0, 1.0, merged.total)
@@ -121,6 +125,43 @@ def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring:
     received = torch.exp(logits - log_total[..., None]).amax(1)
     counted = scoring[:, None] & ~newest.repeat_interleave(kv_heads, dim=0)
     return torch.where(counted, received, 0.0).float()
+
+
+def append_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: LayerRows,
+    softmax: Softmax,
+    *,
+    rotation: Rotation | None,
+    limit: float,
+    bounds: Bounds,
+    valid: Tensor | None = None,
+    scratch: None = None,
+) -> Tensor:
+    """Appends the newest token of every request and attends from it.
+
+    Args:
+        query, key, value: states of the model, [batch, query_heads or heads, 1, dim].
+        rows: rows to append to and attend to.
+        softmax: softmax parameters of the layer.
+        rotation: rotations of keys and values, or None.
+        limit: largest magnitude that can be stored.
+        bounds, valid, scratch: as in `decode_attention`.
+
+    Returns:
+        Attention output in the model's form, [batch, query_heads, 1, value_dim] in the query's dtype.
+    """
+    query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+    if rotation is None:
+        key = rotate(key[:, :, None], None, rows.offset)[:, :, 0]
+        append_token(rows, key, value, limit=limit, valid=valid)
+    else:
+        query = append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
+    output = decode_attention(query, rows, softmax, bounds=bounds, valid=valid, scratch=scratch)
+    # heads are passed as tokens: tiles of one token each would read the matrix once per tile
+    return (output if rotation is None else rotate(output[None], rotation.value.mT)[0])[:, :, None]
 
 
 @dataclass

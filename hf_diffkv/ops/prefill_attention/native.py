@@ -7,10 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, MAX_DIM, Prompt, Strided, address, call, library, step_block
+from ...native.library import DTYPES, MAX_DIM, Prompt, Strided, address, call, library, step_block, unit_stride
 from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
-from ..backend import unit_stride
 from ..softmax import Softmax
 from .reference import scale_up
 

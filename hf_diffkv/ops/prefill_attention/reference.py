@@ -15,8 +15,8 @@ from ...pages import HIGH, LOW, EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST, held_tokens
 from ..backend import compute_dtype
 from ..compact import stored_tokens
-from ..quantize import load_tokens
 from ..softmax import Softmax
+from ..table import ops_for_rows
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
@@ -221,7 +221,7 @@ def _decoded(rows: LayerRows, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         count = rows.counts[tier].view(-1).long()
         tokens = stored_tokens(rows, tier)
         rank = before[tokens.row] + tokens.index
-        parts = load_tokens(rows.pages, tiers[tier], tokens.page, tokens.slot, dtype)
+        parts = ops_for_rows(rows).load_tokens(rows.pages, tiers[tier], tokens.page, tokens.slot, dtype)
         key[tokens.row, rank], value[tokens.row, rank] = (part.to(key.dtype) for part in parts)
         before = before + count
     place = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.slots)

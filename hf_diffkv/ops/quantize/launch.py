@@ -12,6 +12,7 @@ from torch import Tensor
 from ...pages import TierLayout
 from ...pages.segments import Contents
 from ..backend import INTERPRETER, launch, unit_stride
+from . import check_pages, check_tokens
 from .kernels import copy_tokens_kernel, load_tokens_kernel, store_tokens_kernel
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -29,6 +30,7 @@ def store_tokens(
     """
     check_dtype(dtype)
     key, value, score, position = contents
+    check_tokens(pages, tier, page, key, value)
     if score.dtype != torch.float32:
         raise ValueError(f"score must be float32, not {score.dtype}.")
     if page.numel() == 0:
@@ -51,6 +53,7 @@ def load_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Reads tokens back: keys [n, key_dim] and values [n, value_dim] in float32, zero for the null page."""
     check_dtype(dtype)
+    check_pages(pages, tier)
     key = torch.empty(page.numel(), tier.key_dim, dtype=torch.float32, device=pages.device)
     value = torch.empty(page.numel(), tier.value_dim, dtype=torch.float32, device=pages.device)
     if page.numel() > 0:
@@ -72,6 +75,7 @@ def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
     """Copies stored tokens in one launch for all rows; arguments as in the reference."""
+    check_pages(pages, tier)
     count, block = from_page.numel(), copy_block(tier)
     if count == 0:
         return

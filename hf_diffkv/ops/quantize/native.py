@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, Transfer, address, call, format_of_tier
+from ...native.library import DTYPES, Transfer, address, call, format_of_tier, unit_stride
 from ...pages import TierLayout
 from ...pages.segments import Contents
-from ..backend import unit_stride
+from . import check_pages, check_tokens
 
 
 def store_tokens(
@@ -20,6 +20,7 @@ def store_tokens(
         CorruptMemoryError: a page or slot does not exist; nothing has changed.
     """
     key, value, score, position = contents
+    check_tokens(pages, tier, page, key, value)
     if key.dtype != value.dtype or key.dtype not in DTYPES:
         key, value = key.float(), value.float()
     key, value = unit_stride(key), unit_stride(value)
@@ -35,6 +36,7 @@ def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Reads tokens back: keys [n, key_dim] and values [n, value_dim] in float32, zero for the null page."""
+    check_pages(pages, tier)
     block, places = _block(pages, tier, dtype, page, slot)
     key = torch.empty(page.numel(), tier.key_dim)
     value = torch.empty(page.numel(), tier.value_dim)
@@ -48,6 +50,7 @@ def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
     """Copies stored tokens; arguments as in the reference."""
+    check_pages(pages, tier)
     # a copy does not depend on the dtype
     block, places = _block(pages, tier, torch.float32, from_page, from_slot)
     to_page, to_slot = to_page.contiguous(), to_slot.contiguous()

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...pages import TierLayout, fields
 from ...pages.segments import Contents, group_metadata, scale_and_zero, segments
 from ..backend import compute_dtype
+from . import check_pages, check_tokens
 
 
 def quantize(
@@ -131,6 +132,7 @@ def store_tokens(
         contents: contents of the n tokens.
         dtype: the model's dtype, which 16-bit rows have.
     """
+    check_tokens(pages, tier, page, contents.key, contents.value)
     view = segments(pages, tier)
     view.key[page, slot], key_metadata = quantize(
         contents.key, tier.k_bits, tier.k_groups, dtype, metadata_bytes=tier.key_metadata
@@ -150,6 +152,7 @@ def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Reads tokens back: keys [n, key_dim] and values [n, value_dim], in the dtype of `dequantize`."""
+    check_pages(pages, tier)
     view = segments(pages, tier)
     k_metadata = None if view.key_metadata is None else view.key_metadata[page, slot]
     v_metadata = None if view.value_metadata is None else view.value_metadata[page, slot]
@@ -161,7 +164,16 @@ def load_tokens(
 def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
-    """Copies stored tokens without requantising them; all are read before any is written."""
+    """Copies stored tokens without requantising them; all are read before any is written.
+
+    Args:
+        pages: memory of the pages, uint8 [pages, page_bytes], written in place.
+        tier: layout of the tokens' tier.
+        from_page, from_slot: sources, int64 [n] each.
+        to_page, to_slot: targets, int64 [n] each; all different. Other implementations need targets that are no
+            sources.
+    """
+    check_pages(pages, tier)
     view = segments(pages, tier)
     parts = (view.key, view.value, view.key_metadata, view.value_metadata, view.score, view.position)
     parts = [part for part in parts if part is not None]

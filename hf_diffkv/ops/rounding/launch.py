@@ -9,6 +9,7 @@ from torch import Tensor
 from ...pages import TierLayout
 from ..backend import device_of, launch, unit_stride
 from ..quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
+from . import moments
 from .kernels import feedback_kernel, moment_kernel, round_keys_kernel
 from .reference import DAMPING
 
@@ -19,10 +20,10 @@ MOMENT_TOKENS, MOMENT_STEPS = 64, 32
 
 
 def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """Returns `rounding.second_moment` in float32, in two launches; supports dims up to `LARGEST_DIM`."""
+    """Returns `moments.second_moment` in float32, in two launches; leaves wider heads and float64 to PyTorch."""
     batch, query_heads, tokens, dim = query.shape
     if query.dtype not in TRITON_DTYPES or dim > LARGEST_DIM:
-        raise ValueError(f"query {query.dtype} {tuple(query.shape)} must be half or float32 of dims to {LARGEST_DIM}.")
+        return moments.second_moment(query, heads, valid)
     query, group = unit_stride(query), query_heads // heads
     valid = None if valid is None else valid.contiguous().view(torch.uint8)
     parts = triton.cdiv(group * tokens, MOMENT_TOKENS * MOMENT_STEPS)
@@ -42,9 +43,9 @@ def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Ten
 
 
 def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """Returns `rounding.feedback_of` in one launch after the rotation, for float32 and dims up to `LARGEST_DIM`."""
+    """Returns `moments.feedback_of` in one launch after the rotation; leaves wider heads and float64 to PyTorch."""
     if moment.dtype != torch.float32 or moment.shape[1] > LARGEST_DIM:
-        raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} must be float32 of dims up to {LARGEST_DIM}.")
+        return moments.feedback_of(moment, matrix)
     if matrix is not None:
         moment = matrix.mT @ moment @ matrix
     moment = moment.contiguous()

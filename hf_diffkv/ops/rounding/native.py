@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, Rounding, address, call, side_of
+from ...native.library import DTYPES, Rounding, address, call, side_of, unit_stride
 from ...pages import TierLayout
-from ..backend import unit_stride
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:

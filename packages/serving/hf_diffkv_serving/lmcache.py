@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.ops.quantize import dequantize, quantize
+from hf_diffkv.ops.quantize.reference import dequantize, quantize
 from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.pages.layout import metadata_bytes, row_bytes
 

@@ -7,6 +7,7 @@ import torch
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact.launch import compact_step
 from hf_diffkv.ops.rounding import LARGEST_BITS, ModelFeedback
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
 from tools.kernels.rows import given_rows
@@ -52,4 +53,4 @@ def _step(layout: PageLayout, rounds: bool = False) -> None:
     if rounds:
         matrix = torch.empty(1, 1, high.key_dim, high.key_dim, dtype=torch.bfloat16)
         feedback = ModelFeedback(matrix, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    compact_step(held, leaving, threshold, low_threshold, max_tokens=high.capacity, flag=flag, feedback=feedback)
+    compact_step(held, leaving, threshold, low_threshold, bounds=Bounds(high.capacity), flag=flag, feedback=feedback)

@@ -9,6 +9,7 @@ import torch
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention.launch import decode_attention
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
 from tools.kernels.rows import given_rows
@@ -49,4 +50,4 @@ def _attend(layout: PageLayout, group: int) -> None:
     window = [torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16) for dim in (high.key_dim, high.value_dim)]
     table = torch.empty(*rows, WIDTH, dtype=torch.int32)
     rows = given_rows(layout, *window, page_table=table, sink_slots=SINK_SLOTS)
-    decode_attention(query, rows, Softmax(1.0), max_tokens=TOKENS)
+    decode_attention(query, rows, Softmax(1.0), bounds=Bounds(TOKENS))

@@ -91,7 +91,7 @@ class SlotStore(Store):
         Raises:
             MemoryError: the device has no memory.
         """
-        self.scratch = self.all_bounds = self.native_calls = self._kept = None
+        self.scratch = self.all_bounds = self._kept = None
         self.layer_bounds = []
         kept = min(slots, self.batch_size)
 
@@ -174,7 +174,7 @@ class SlotStore(Store):
 
     def _most_tile_bytes(self, slots: int, tokens: int) -> int:
         """Returns the most bytes of the reference's tiles, for all layers together and for each."""
-        if self.backend() != REFERENCE:
+        if self.ops.backend != REFERENCE:
             return 0
         rows = 2 * self.num_layers * slots * self.num_heads
         sizes = (self.layout.high.capacity, self.layout.low.capacity)

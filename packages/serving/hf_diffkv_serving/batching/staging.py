@@ -42,7 +42,7 @@ def stage(store: Store, slot: int, seen: int, pool: ReservedPool) -> Store:
     staging.__dict__.update(store.__dict__)
     state = {name: getattr(store, name)[:, one] for name in ROW_STATE}
     fresh = {"table": SlotTable(store.table.table[:, one]), "pool": pool, "padding": Padding(1, store.device)}
-    own = {"batch_size": 1, "seen": seen, "native_calls": None, "scratch": None, "compaction_due": False}
+    own = {"batch_size": 1, "seen": seen, "scratch": None, "compaction_due": False}
     flags = {name: torch.zeros_like(getattr(store, name)) for name in ("flag", "invalid", "changed_past")}
     staging.__dict__.update({**state, **fresh, **own, **flags})
     staging.padding.length = seen

@@ -1,0 +1,43 @@
+"""Chooses the attention of several new tokens where no kernels run."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...pages import EarlierTokens
+from ...pages.rows import NO_PAST
+from ..backend import NATIVE, REFERENCE, choose, is_forced
+from ..softmax import Softmax
+from . import flash, native, reference
+
+
+def prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NO_PAST, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attends from new tokens over a past and themselves; arguments and results as in the reference."""
+    chosen = _fastest(query, key, value, softmax, past, options.get("mask"))
+    return chosen.prefill_attention(query, key, value, softmax, past=past, **options)
+
+
+def _fastest(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, past: EarlierTokens, mask: Tensor | None
+) -> ModuleType:
+    if is_forced(REFERENCE):
+        return reference
+    tiers = () if past.rows is None else past.rows.tiers
+    by_native = choose(query.device, query.dtype, *tiers) == NATIVE and native.can_attend(query, value)
+    if by_native and (is_forced(NATIVE) or not _multiplies_in_tiles(query.dtype)):
+        return native
+    if flash.can_attend(query, key, value, mask, softmax.softcap):
+        return flash
+    return native if by_native else reference
+
+
+def _multiplies_in_tiles(dtype: torch.dtype) -> bool:
+    """Returns whether PyTorch uses AMX for `dtype`; two passes of its attention are then faster than native code."""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return dtype == torch.bfloat16 and has_amx is not None and has_amx()

@@ -1,0 +1,149 @@
+"""Table of the ops' implementations.
+
+Each op has an implementation in plain PyTorch, the reference, and may have others: Triton kernels and native code. An
+implementation handles everything its backend is chosen for, if necessary through the reference. A backend without an
+implementation of its own uses the reference's. To add an op or a backend, add it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..pages import LayerRows, TierLayout
+from .backend import KERNELS, NATIVE, REFERENCE, choose, without_autocast
+
+# for each op, where its implementations are; modules are imported when their backend is first used
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "append_token": {
+        REFERENCE: "append.reference:append_token",
+        NATIVE: "append.native:append_token",
+        KERNELS: "append.launch:append_token",
+    },
+    "append_rotated": {
+        REFERENCE: "append.reference:append_rotated",
+        NATIVE: "append.native:append_rotated",
+        KERNELS: "append.launch:append_rotated",
+    },
+    "append_and_attend": {
+        REFERENCE: "decode_attention.reference:append_and_attend",
+        NATIVE: "decode_attention.native:append_and_attend",
+        KERNELS: "decode_attention.launch:append_and_attend",
+    },
+    "compact_windows": {
+        REFERENCE: "compact.reference:compact_windows",
+        NATIVE: "compact.native:compact_windows",
+        KERNELS: "compact.launch:compact_windows",
+    },
+    "compact_step": {
+        REFERENCE: "compact.reference:compact_step",
+        NATIVE: "compact.native:compact_step",
+        KERNELS: "compact.launch:compact_step",
+    },
+    "decode_attention": {
+        REFERENCE: "decode_attention.reference:decode_attention",
+        NATIVE: "decode_attention.native:decode_attention",
+        KERNELS: "decode_attention.launch:decode_attention",
+    },
+    # other backends keep no buffers from step to step
+    "allocate_scratch": {KERNELS: "decode_attention.scratch:Scratch.allocate"},
+    "prefill_attention": {
+        REFERENCE: "prefill_attention.cpu:prefill_attention",
+        KERNELS: "prefill_attention.wide:prefill_attention",
+    },
+    "store_tokens": {
+        REFERENCE: "quantize.reference:store_tokens",
+        NATIVE: "quantize.native:store_tokens",
+        KERNELS: "quantize.launch:store_tokens",
+    },
+    "load_tokens": {
+        REFERENCE: "quantize.reference:load_tokens",
+        NATIVE: "quantize.native:load_tokens",
+        KERNELS: "quantize.launch:load_tokens",
+    },
+    "move_tokens": {
+        REFERENCE: "quantize.reference:move_tokens",
+        NATIVE: "quantize.native:move_tokens",
+        KERNELS: "quantize.launch:move_tokens",
+    },
+    "round_keys": {
+        REFERENCE: "rounding.reference:round_keys",
+        NATIVE: "rounding.native:round_keys",
+        KERNELS: "rounding.launch:round_keys",
+    },
+    "second_moment": {REFERENCE: "rounding.moments:second_moment", KERNELS: "rounding.launch:second_moment"},
+    "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
+    "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
+}
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Implementations of all ops, chosen for one device, dtype and pair of tiers.
+
+    Attributes:
+        backend: one of `ops.backend.BACKENDS`.
+        append_token: appends the newest token of every request to its window (append/reference.py).
+        append_rotated: rotates keys, values and queries first (append/reference.py).
+        append_and_attend: appends a token and attends from it, both in the model's form
+            (decode_attention/reference.py).
+        compact_windows: compacts the rows whose windows are overfull (compact/reference.py).
+        compact_step: compacts given rows once (compact/reference.py).
+        decode_attention: attends from one new token per request and updates the sums (decode_attention/reference.py).
+        allocate_scratch: allocates buffers for `decode_attention` (decode_attention/scratch.py); None if it needs none.
+        prefill_attention: attends from several new tokens (prefill_attention/reference.py).
+        store_tokens, load_tokens, move_tokens: quantise tokens into pages, read them back and copy them
+            (quantize/reference.py).
+        round_keys: rounds keys for the queries that read them (rounding/reference.py).
+        second_moment, feedback_of: moment of queries, and the feedback by which keys are rounded (rounding/moments.py).
+        rotate: rotates channels and subtracts an offset (rotation.py).
+    """
+
+    backend: str
+    append_token: Callable[..., None]
+    append_rotated: Callable[..., Any]
+    append_and_attend: Callable[..., torch.Tensor]
+    compact_windows: Callable[..., None]
+    compact_step: Callable[..., None]
+    decode_attention: Callable[..., torch.Tensor]
+    allocate_scratch: Callable[..., Any] | None
+    prefill_attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    store_tokens: Callable[..., None]
+    load_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    move_tokens: Callable[..., None]
+    round_keys: Callable[..., torch.Tensor]
+    second_moment: Callable[..., torch.Tensor]
+    feedback_of: Callable[..., torch.Tensor]
+    rotate: Callable[..., torch.Tensor]
+
+
+def ops_for(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> Ops:
+    """Returns the ops for a model of `dtype` on `device` with pages of `tiers`; `use_backend` overrides the choice."""
+    return ops_of(choose(device, dtype, *tiers))
+
+
+def ops_for_rows(rows: LayerRows) -> Ops:
+    """Returns the ops for these rows."""
+    return ops_for(rows.device, rows.dtype, *rows.tiers)
+
+
+@cache
+def ops_of(backend: str) -> Ops:
+    """Returns the ops of a backend."""
+    return Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
+
+
+def _found(places: dict[str, str], backend: str) -> Any:
+    place = places.get(backend, places.get(REFERENCE))
+    if place is None:
+        return None
+    module, name = place.split(":")
+    op = attrgetter(name)(import_module(f".{module}", __package__))
+    # autocast does not reach native code
+    return op if place == places.get(NATIVE) else without_autocast(op)
