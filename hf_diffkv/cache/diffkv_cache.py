@@ -21,6 +21,7 @@ from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
+from .latent import LatentLayer, check_latent_model, prepare_latents
 from .layer import DiffKVLayer, LayerPart
 from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
@@ -47,7 +48,7 @@ class DiffKVCache(OtherStates, Cache):
 
     Raises:
         ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is not a configuration.
-        UnsupportedModelError: encoder-decoder models, models that cache latents or attend to a selection of tokens,
+        UnsupportedModelError: encoder-decoder models, models that attend to a selection of tokens,
             models without attention, and, if the model itself is given, models whose attention cannot be switched.
     """
 
@@ -75,6 +76,7 @@ class DiffKVCache(OtherStates, Cache):
         self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
         self.usage = Usage()
         self.held_tokens = HeldTokens()
+        self.stores.latent = prepare_latents(self.config, text_config, model)
         self._compressed_layers = compressed
         self._first_compressed = compressed[0] if compressed else -1
         for layer_idx, layer in self._new_layers().items():
@@ -88,7 +90,8 @@ class DiffKVCache(OtherStates, Cache):
         made = {}
         for index, layer_idx in enumerate(self._compressed_layers):
             groups = [place for place, group in enumerate(self.stores.groups) if group.layer == index]
-            made[layer_idx] = DiffKVLayer(self.stores, groups, layer_idx, len(self._readers.get(layer_idx, ())))
+            kind = LatentLayer if self.stores.latent else DiffKVLayer
+            made[layer_idx] = kind(self.stores, groups, layer_idx, len(self._readers.get(layer_idx, ())))
         return made
 
     def _note_layers(self) -> None:
@@ -188,6 +191,8 @@ class DiffKVCache(OtherStates, Cache):
             ValueError: the model, or its query moments, have other layers than the model this cache was made for.
         """
         self.check_layers(model)
+        if self.stores.latent:
+            check_latent_model(model)
         if self.stores.share_heads(TensorParallel.of(model)):
             for layer_idx, layer in self._new_layers().items():
                 self.layers[layer_idx] = layer

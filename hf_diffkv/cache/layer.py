@@ -68,12 +68,15 @@ class DiffKVLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = False
+    # whether keys are rotary keys and values latents (latent.py), and the class of the layer's parts
+    has_latents = False
+    part_class: type[LayerPart] = LayerPart
 
     def __init__(self, stores: Stores, groups: Sequence[int], layer_idx: int, readers: int = 0) -> None:
         # not `CacheLayerMixin.__init__`, which sets attributes that are properties here
         self.stores, self.readers, self.index, self.layer_idx = stores, readers, groups[0], layer_idx
         self.is_last = False
-        self.parts = [LayerPart(stores, index, readers) for index in groups]
+        self.parts = [self.part_class(stores, index, readers) for index in groups]
         # parts that begin together: all if later layers read the tokens; else a group begins after the previous one has
         # attended, so that an error in the first can be undone
         self._at_once = self.parts if readers else self.parts[:1]
@@ -149,6 +152,10 @@ class DiffKVLayer(CacheLayerMixin):
             HandOverError: an earlier forward stopped halfway.
             MemoryError: the tokens do not fit.
         """
+        return self.announce(key_states, value_states)
+
+    def announce(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs `update` with keys and values in the order of the attention function."""
         if torch.compiler.is_compiling():
             if self.readers and not hasattr(cache_utils, "KVSharingDict"):
                 raise HandOverError(

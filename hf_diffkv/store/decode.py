@@ -43,7 +43,11 @@ def attend_token(
     if store.backend() == NATIVE:
         note_logits(store, layer, softmax)
         return native.append_and_attend(store, layer, query, key, value, softmax, valid=valid)
-    query = append(store, layer, key, value, valid, query)
+    if store.heads.latent:
+        append(store, layer, key, value, valid)
+        query = query_form(store, query)
+    else:
+        query = append(store, layer, key, value, valid, query)
     return attend_newest(store, layer, query, softmax, valid)
 
 
@@ -118,6 +122,8 @@ def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch
         query: query states, [batch, query_heads, key_dim]; only the shape, dtype and device matter.
     """
     held, rows = store.scratch, store.batch_size * store.num_heads
+    if store.heads.latent:
+        return None
     if held is None or held.max_tokens < max_tokens or held.output.shape[0] != rows:
         store.scratch = allocate_scratch(query, store.rows(0), _scratch_tokens(store, max_tokens, store.room))
     return store.scratch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..ops.backend import KERNELS, choose, compute_dtype
+from ..ops.backend import KERNELS, REFERENCE, choose, compute_dtype
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
 from ..ops.tiles import Bounds
@@ -46,13 +46,14 @@ def reads_are_free(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class KVHeads:
-    """KV heads of a layer on one device: their number, elements of a key and of a value, and the model's dtype."""
+    """KV heads of a layer on one device: number, elements of a key and a value, model's dtype, `latent` (latent.py)."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    latent: bool = False
 
 
 class Padding:
@@ -324,7 +325,8 @@ class Store:
 
     def backend(self) -> str:
         """Returns the backend that runs this store's ops, one of `ops.backend.BACKENDS`."""
-        return choose(self.device, self.dtype, self.layout.high, self.layout.low)
+        chosen = choose(self.device, self.dtype, self.layout.high, self.layout.low)
+        return REFERENCE if self.heads.latent else chosen
 
     @property
     def enters_at_once(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...pages import LayerRows
-from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
+from ..backend import KERNELS, NATIVE, REFERENCE, choose, use_kernels, without_autocast
 from ..softmax import Held, Softmax
 from ..tiles import Bounds
 from . import native, reference
@@ -36,6 +36,9 @@ def decode_attention(
         scratch: buffers from `allocate_scratch`; None allocates new ones.
     """
     backend = choose(query.device, query.dtype, rows.layout.high, rows.layout.low)
+    # absorbed queries (store/latent.py) have the key's and the value's dimensions
+    if query.shape[-1] != rows.layout.high.key_dim:
+        backend = REFERENCE
     if backend == NATIVE:
         return native.decode_attention(query, rows, softmax, valid=valid, held=held)
     if backend == KERNELS:
