@@ -236,13 +236,13 @@ class DiffKVCache(OtherStates, Cache):
         """Decompresses a layer.
 
         Returns:
-            Keys and values, float32 [batch, kv_heads, seen, head_dim], zero for tokens that are not stored; and which
-            tokens are stored, bool [batch, kv_heads, seen].
+            Keys and values (of latent models latents and rotary keys), float32 [batch, kv_heads, seen, dim], zero for
+            tokens that are not stored; and which tokens are stored, bool [batch, kv_heads, seen].
         """
         layer = self._filled_layer(layer_idx)
         tokens = [read_tokens(part.store, part.slot) for part in layer.parts]
         keys, values, mask = map(layer.together, zip(*((each.keys, each.values, each.mask) for each in tokens)))
-        return keys, values, mask
+        return (values, keys, mask) if layer.has_latents else (keys, values, mask)
 
     @reports
     def significance(self, layer_idx: int | None = None) -> Tensor:

@@ -196,7 +196,12 @@ class LatentLayer(DiffKVLayer):
         Raises:
             UnsupportedModelError: the module's projection cannot be used (`Projection.of`).
         """
-        projection = Projection.of(module, latent)
+        try:
+            projection = Projection.of(module, latent)
+        except BaseException:
+            if self.pending is not None:
+                self.abandon(query.shape[2])
+            raise
         if not torch.compiler.is_compiling() and not self.stores.recording:
             tokens = query.shape[2]
             past = self.seen if self.pending is None else self.seen - tokens

@@ -16,7 +16,7 @@ from .errors import UnsupportedModelError
 _copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Tensor]] = weakref.WeakKeyDictionary()
 _INTERNAL = frozenset(vars(nn.Module()))
 # a quantised projection rounds its inputs; beyond this relative error it is taken for no matrix product
-LARGEST_ERROR = 0.2
+LARGEST_ERROR = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,8 @@ def is_plain(linear: nn.Module) -> bool:
 def _dense(linear: nn.Module, latent: Tensor) -> Tensor:
     """Applies a module to the unit vectors, to zero, and to a vector that shows whether it is a matrix product."""
     rank, dtype, device = latent.shape[-1], latent.dtype, latent.device
-    probe = torch.linspace(-1, 1, rank, dtype=torch.float32).cos().mul(torch.arange(rank).mul(2.4).sin())
+    # of the magnitude of latents, which are normalised
+    probe = torch.arange(1, rank + 1).mul(2.4).sin().mul(2**0.5)
     inputs = torch.cat([torch.eye(rank), torch.zeros(1, rank), probe[None]]).to(device, dtype)
     rows, zero, probed = linear(inputs).to(dtype).split([rank, 1, 1])
     name = type(linear).__name__

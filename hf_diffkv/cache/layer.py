@@ -244,12 +244,16 @@ class DiffKVLayer(CacheLayerMixin):
             with self._in_step(query.device, alone):
                 return self._store_pending(query, softmax, valid, mask, shown)
         except BaseException:
-            self.pending = self.stores.pending = None
-            self._forget_awaited()
-            if self.stores.abandon(self.index, tokens):
-                self.reset()
-            self.stores.turns.end()
+            self.abandon(tokens)
             raise
+
+    def abandon(self, tokens: int) -> None:
+        """Takes back `tokens` announced tokens after an error in their attention, or marks the cache as broken."""
+        self.pending = self.stores.pending = None
+        self._forget_awaited()
+        if self.stores.abandon(self.index, tokens):
+            self.reset()
+        self.stores.turns.end()
 
     def _store_pending(
         self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None
