@@ -326,7 +326,7 @@ class Store:
     def backend(self) -> str:
         """Returns the backend that runs this store's ops, one of `ops.backend.BACKENDS`."""
         chosen = choose(self.device, self.dtype, self.layout.high, self.layout.low)
-        return REFERENCE if self.heads.latent else chosen
+        return REFERENCE if self.heads.latent and chosen == KERNELS else chosen
 
     @property
     def enters_at_once(self) -> bool:

@@ -32,7 +32,7 @@ def text(
 ) -> Any:
     """Greedy sequences [batch, tokens] and logits [tokens, batch, vocabulary]."""
     ids, mask = ragged_prompts(lengths)
-    result = greedy(model, ids, mask, tokens, **passing(cache), **options)
+    result = greedy(model, ids, mask, tokens, **passing(cache))
     return result.sequences, torch.stack(result.logits)
 
 

@@ -36,8 +36,8 @@ def decode_attention(
         scratch: buffers from `allocate_scratch`; None allocates new ones.
     """
     backend = choose(query.device, query.dtype, rows.layout.high, rows.layout.low)
-    # absorbed queries (store/latent.py) have the key's and the value's dimensions
-    if query.shape[-1] != rows.layout.high.key_dim:
+    # absorbed queries (store/latent.py) have the key's and the value's dimensions, and no kernels
+    if backend == KERNELS and query.shape[-1] != rows.layout.high.key_dim:
         backend = REFERENCE
     if backend == NATIVE:
         return native.decode_attention(query, rows, softmax, valid=valid, held=held)
