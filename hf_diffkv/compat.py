@@ -264,6 +264,11 @@ def attention_of(model_config: Any) -> str | None:
     return model_config._attn_implementation if ATTENTION.available() else None
 
 
+def has_attention(model_config: Any, name: str) -> bool:
+    """Returns whether a configuration has the attention implementation `name`; False if that is unknown."""
+    return getattr(model_config, "_attn_implementation", None) == name
+
+
 def is_stock_attention(name: str | None) -> bool:
     """Returns whether an attention implementation is Transformers' own, judging by its name."""
     return name is not None and (name in ("eager", "sdpa", "flex_attention") or "flash" in name)

@@ -12,7 +12,7 @@ keeps it from being reordered or dropped. The compiler may pass copies of both t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,15 +122,17 @@ def diffkv_attention(
             # the operator picks up the tokens when it runs
             layer.stores.pending = None
             place = (layer.stores.order, layer.handle, reads)
+            query, leave = _enter(layer, module, query, value)
             output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
-            return output.transpose(1, 2).contiguous(), None
+            return leave(output).transpose(1, 2).contiguous(), None
         if layer.stores.capturing:
             output = layer.attend_captured(query, key, value, attention_mask, softmax)
             return output.transpose(1, 2).contiguous(), None
         if getattr(key, DEFERRED, False) and not reads:
             # the compiled graph broke between `update` and here
             layer.stores.pending = None
-            layer.update(key, value)
+            layer.announce(key, value)
+        query, leave = _enter(layer, module, query, value)
         if layer.pending is None:
             output = layer.read(query, key, attention_mask, softmax)
         else:
@@ -140,7 +142,15 @@ def diffkv_attention(
         layer.done()
         if torch.is_grad_enabled():
             output = _NoGradient.apply(output, query, key, value)
+        output = leave(output)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _enter(
+    layer: DiffKVLayer, module: nn.Module, query: Tensor, value: Tensor
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Returns the query that `layer` attends with, and a function that turns its output into the model's."""
+    return layer.enter(module, query, value) if layer.has_latents else (query, lambda output: output)
 
 
 def _check_not_moved(key: Tensor) -> None:
@@ -278,7 +288,7 @@ def attend_at(
         output = layer.read(query, key, mask, softmax).contiguous()
     else:
         if layer.pending is None:  # else `update` ran outside of the graph
-            layer.update(key, value)
+            layer.announce(key, value)
         shown, valid, among = split_mask(mask, layer, key.shape[2])
         output = layer.attend(query, softmax, valid, among, shown).contiguous()
         layer.expect(mask)

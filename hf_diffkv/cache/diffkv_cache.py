@@ -20,6 +20,7 @@ from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
+from .latent import LatentLayer, check_latent_model, prepare_latents
 from .layer import DiffKVLayer
 from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
@@ -46,7 +47,7 @@ class DiffKVCache(OtherStates, Cache):
 
     Raises:
         ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is not a configuration.
-        UnsupportedModelError: encoder-decoder models, models that cache latents or attend to a selection of tokens,
+        UnsupportedModelError: encoder-decoder models, models that attend to a selection of tokens,
             models without attention, and, if the model itself is given, models whose attention cannot be switched.
     """
 
@@ -74,10 +75,12 @@ class DiffKVCache(OtherStates, Cache):
         self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
         self.usage = Usage()
         self.held_tokens = HeldTokens()
+        self.stores.latent = prepare_latents(self.config, text_config, model)
         self._compressed_layers = compressed
         self._first_compressed = compressed[0] if compressed else -1
+        kind = LatentLayer if self.stores.latent else DiffKVLayer
         for index, layer_idx in enumerate(compressed):
-            layers[layer_idx] = DiffKVLayer(self.stores, index, layer_idx, len(self._readers.get(layer_idx, ())))
+            layers[layer_idx] = kind(self.stores, index, layer_idx, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
         self._note_layers()
         self._find_moments(model)
@@ -179,6 +182,8 @@ class DiffKVCache(OtherStates, Cache):
             ValueError: the model, or its query moments, have other layers than the model this cache was made for.
         """
         self.check_layers(model)
+        if self.stores.latent:
+            check_latent_model(model)
         self.stores.tensor_parallel = TensorParallel.of(model)
         for layer_idx, readers in self._readers.items():
             layer = self.layers[layer_idx]
@@ -212,12 +217,13 @@ class DiffKVCache(OtherStates, Cache):
         """Decompresses a layer.
 
         Returns:
-            Keys and values, float32 [batch, kv_heads, seen, head_dim], zero for tokens that are not stored; and which
-            tokens are stored, bool [batch, kv_heads, seen].
+            Keys and values (of latent models latents and rotary keys), float32 [batch, kv_heads, seen, dim], zero for
+            tokens that are not stored; and which tokens are stored, bool [batch, kv_heads, seen].
         """
         layer = self._filled_layer(layer_idx)
         tokens = read_tokens(layer.store, layer.slot)
-        return tokens.keys, tokens.values, tokens.mask
+        keys, values, mask = tokens.keys, tokens.values, tokens.mask
+        return (values, keys, mask) if layer.has_latents else (keys, values, mask)
 
     @reports
     def significance(self, layer_idx: int | None = None) -> Tensor:

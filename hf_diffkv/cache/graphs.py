@@ -71,6 +71,7 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
         and all(isinstance(layer, DiffKVLayer) or is_sliding(layer) for layer in cache.layers)
         and (not any(map(is_sliding, cache.layers)) or SLIDING_GRAPHS.available())
         and not any(getattr(layer, "readers", 0) for layer in cache.layers)
+        and not cache.stores.latent
         and not rotates_by_length(model)
     )
 

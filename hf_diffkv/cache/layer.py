@@ -77,6 +77,8 @@ class DiffKVLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = False
+    # whether keys are rotary keys and values latents (latent.py)
+    has_latents = False
 
     def __init__(self, stores: Stores, index: int, layer_idx: int, readers: int = 0) -> None:
         # not `CacheLayerMixin.__init__`, which sets attributes that are properties here
@@ -142,6 +144,10 @@ class DiffKVLayer(CacheLayerMixin):
             HandOverError: an earlier forward stopped halfway.
             MemoryError: the tokens do not fit.
         """
+        return self.announce(key_states, value_states)
+
+    def announce(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs `update` with keys and values in the order of the attention function."""
         if torch.compiler.is_compiling():
             if self.readers and not hasattr(cache_utils, "KVSharingDict"):
                 raise HandOverError(
@@ -253,12 +259,16 @@ class DiffKVLayer(CacheLayerMixin):
             with self._in_step(query.device, alone):
                 return self._attend(query, softmax, valid, mask, shown)
         except BaseException:
-            self.pending = self.stores.pending = None
-            self._forget_awaited()
-            if self.stores.abandon(self.index, tokens):
-                self.reset()
-            self.stores.turns.end()
+            self.abandon(tokens)
             raise
+
+    def abandon(self, tokens: int) -> None:
+        """Takes back `tokens` announced tokens after an error in their attention, or marks the cache as broken."""
+        self.pending = self.stores.pending = None
+        self._forget_awaited()
+        if self.stores.abandon(self.index, tokens):
+            self.reset()
+        self.stores.turns.end()
 
     def _attend(
         self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None

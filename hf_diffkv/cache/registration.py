@@ -32,6 +32,7 @@ from .calls import current_call, under_way
 from .continuous_batching import check_no_manager
 from .diffkv_cache import DiffKVCache
 from .graphs import DecodeStep, GraphRequest, wants_graphs
+from .latent import unwrap_classes
 from .supported_models import check_model_config
 from .switching import attention_set_back, ensure_attention, runs_batches
 
@@ -64,6 +65,7 @@ def register() -> None:
 def unregister() -> None:
     """Undoes `register`."""
     _wrapped.undo()
+    unwrap_classes()
     remove_name()
     forget_attention(NAME, PAGED_NAME)
 

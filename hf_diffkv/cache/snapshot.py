@@ -258,7 +258,7 @@ def _restore_store(
     """Restores a store on `device`; `places`: layer, slot in the saved store and tokens seen."""
     layers, slots = [index for index, _, _ in places], [slot for _, slot, _ in places]
     dims = {name: described[name] for name in ("num_heads", "key_dim", "value_dim")}
-    heads = KVHeads(**dims, dtype=getattr(torch, described["dtype"]), device=device)
+    heads = KVHeads(**dims, dtype=getattr(torch, described["dtype"]), device=device, latent=stores.latent)
     configs = [stores.configs[layer] for layer in layers]
     if any(not same_pages(config, configs[0]) for config in configs):
         raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")

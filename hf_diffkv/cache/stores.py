@@ -73,6 +73,8 @@ class Stores:
         # dropped cache would keep its memory until Python's garbage collector runs
         self.seen = [0] * num_layers
         self.recording = False
+        # whether the layers cache latents
+        self.latent = False
         # set while a decode step is being captured (graphs.py)
         self.capturing = False
         # whether that step has a mask: kernels are compiled separately for both cases, and a capture must not compile
@@ -140,7 +142,8 @@ class Stores:
             raise ValueError(
                 f"keys {tuple(key.shape)} and values {tuple(value.shape)} must be [batch, heads, tokens, head_dim]."
             )
-        batch, heads = key.shape[0], KVHeads(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        batch, dims = key.shape[0], (key.shape[1], key.shape[3], value.shape[3])
+        heads = KVHeads(*dims, key.dtype, key.device, self.latent)
         config = self.of_layer(index, key.shape[1])
         store = next((store for store in self.all if self._fits(store, batch, heads, config)), None)
         used = 0 if store is None else self._used(store)

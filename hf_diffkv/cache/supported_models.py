@@ -39,10 +39,6 @@ def check_model_config(model_config: Any) -> None:
         )
     text_config = model_config.get_text_config(decoder=True)
     name = text_config.model_type
-    if getattr(text_config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModelError(
-            f"{name} caches latents (multi-head latent attention), which DiffKVCache cannot compress; use DynamicCache."
-        )
     if name in REFUSED_TYPES:
         raise UnsupportedModelError(f"{name} {REFUSED_TYPES[name]}, so DiffKVCache cannot be used; use DynamicCache.")
 

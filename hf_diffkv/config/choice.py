@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from ..arguments import as_ratio
@@ -10,6 +10,7 @@ from ..heads import lookup
 from ..heads.allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
 from ..heads.sensitivity import MEASURED_FIELDS
 from . import files
+from .latent import latent_choice, latent_dims
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
 
 # fields of a configuration, and its calibration
@@ -17,7 +18,7 @@ Choice = tuple[dict[str, Any], dict[str, Any] | None]
 
 
 def choose(
-    model: Any, model_config: Any, preset: str | None, target_ratio: float | None, given: Collection[str]
+    model: Any, model_config: Any, preset: str | None, target_ratio: float | None, given: Mapping[str, Any]
 ) -> Choice:
     """Chooses the fields of a model's configuration.
 
@@ -26,7 +27,7 @@ def choose(
         model_config: the model's configuration, name or folder.
         preset: name of a preset, which stands for a ratio if heads were measured.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, or None.
-        given: names of the fields that the user sets.
+        given: fields that the user sets.
 
     Raises:
         ValueError: the preset does not exist, a preset and a ratio are both given, or the ratio cannot be met.
@@ -35,11 +36,14 @@ def choose(
         raise ValueError(f"preset={preset!r} and target_ratio={target_ratio} are two answers; leave one out.")
     named = None if preset is None else preset_named(preset)
     plain = preset_for(model_config, given)
+    latent = latent_dims(model_config) is not None
     if LEVEL_FIELDS & set(given):
-        return (named or plain), None
+        return (latent_choice(model_config, preset, None, given) if latent else named or plain), None
     saved = _saved(model)
     if saved is not None and preset is None and target_ratio is None:
         return saved
+    if latent:
+        return latent_choice(model_config, preset, target_ratio, given), None
     ratio = RATIOS[preset or DEFAULT_PRESET] if target_ratio is None else as_ratio("target_ratio", target_ratio)
     calibration = _measured(model, saved)
     # above the ratio of the ladder's highest precision, one precision for all heads can use more bits

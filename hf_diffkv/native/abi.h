@@ -4,7 +4,7 @@
 
 namespace diffkv {
 
-constexpr int64_t ABI_VERSION = 6;
+constexpr int64_t ABI_VERSION = 7;
 constexpr int MAX_TIERS = 4;
 constexpr int MAX_DIM = 512;
 
@@ -39,7 +39,8 @@ struct Rows {
 
 // Decode step with one new token per request: appended if `key` is set, attended from if `query` is set. Strides are in
 // elements. With `rotate`, stored tokens are rotated and `key_offset` is subtracted from keys. Query, key, value and
-// output are in the model's form.
+// output are in the model's form. With `absorbed`, queries have key dim + value dim elements, and logits are their
+// products with key and value.
 struct Step {
   Format format;
   Rows rows;                        // row = request * heads + head
@@ -60,7 +61,7 @@ struct Step {
   float* received;     // [rows, received_stride] or null: received attention, joined over several layers
   int64_t received_stride;
   float limit, scaling, softcap;  // softcap 0: none
-  int32_t fold, hold, exact, threads, rotate;
+  int32_t fold, hold, exact, threads, rotate, absorbed;
 };
 
 // One compaction: the candidate of row r is in slot sink_slots + position % (slots - sink_slots) of its window.

@@ -1,5 +1,6 @@
 // Attention of a group's query heads to consecutive pieces of a row: logits, softmax relative to the largest logit, and
 // weighted values. With key = scale * code + zero, logit = scale * (query . code) + zero * sum(query); values likewise.
+// Absorbed queries (store/latent.py) have a second part, whose products with the values are added to the logits.
 #pragma once
 #include "rotation.h"
 #include "rows.h"
@@ -26,6 +27,8 @@ struct Work {
   int8_t *query_upper, *query_lower, *weight_upper, *weight_lower;
   float *key_scale, *key_zero, *value_scale, *value_zero;
   float *weight, *received, *rows;
+  // second parts of absorbed queries [group, padded value dim], their sums, and their products with the values
+  float *latent_query, *latent_sum, *latent_product;
   uint8_t* codes;
 #if defined(__AVX512VNNI__)
   GroupDigits groups;
@@ -54,6 +57,9 @@ struct Work {
     take(weight, group * stride);
     take(received, has_scores(step.format.tier[HIGH]) ? stride : 0);
     take(rows, STAGED_ROWS * widest);
+    take(latent_query, step.absorbed ? group * value : 0);
+    take(latent_sum, step.absorbed ? group : 0);
+    take(latent_product, step.absorbed ? group * stride : 0);
     take(codes, STAGED_CODES * widest + 64);
 #if defined(__AVX512VNNI__)
     const int64_t count = most_groups(step.format);
@@ -71,7 +77,20 @@ struct Work {
   }
 };
 
-inline bool use_digits(const Step& step) { return HAS_DIGITS && !step.exact && step.format.dtype != FLOAT32; }
+inline bool use_digits(const Step& step) {
+  return HAS_DIGITS && !step.exact && !step.absorbed && step.format.dtype != FLOAT32;
+}
+
+// Copies part of a query, rotated and scaled, with zeros up to `stride`; returns the sum of its elements.
+template <class Element>
+inline float load_part(const Element* from, int dim, int64_t stride, bool rotated, float scale, float* to) {
+  for (int d = 0; d < dim; d++) to[d] = to_float(from[d]);
+  if (rotated) rotate(to, dim);
+  float sum = 0;
+  for (int d = 0; d < dim; d++) sum += to[d] *= scale;
+  for (int64_t d = dim; d < stride; d++) to[d] = 0;
+  return sum;
+}
 
 inline void load_query(const Step& step, int64_t row, Work& work) {
   const int dim = step.format.tier[0].key.dim;
@@ -81,13 +100,11 @@ inline void load_query(const Step& step, int64_t row, Work& work) {
     const auto* from = static_cast<const decltype(element)*>(step.query) + request * step.query_batch;
     for (int64_t h = 0; h < step.group; h++) {
       const auto* q = from + (head * step.group + h) * step.query_head;
-      float* to = work.query + h * stride;
-      for (int d = 0; d < dim; d++) to[d] = to_float(q[d]);
-      if (step.rotate) rotate(to, dim);
-      float sum = 0;
-      for (int d = 0; d < dim; d++) sum += to[d] *= scale;
-      for (int64_t d = dim; d < stride; d++) to[d] = 0;
-      work.query_sum[h] = sum;
+      work.query_sum[h] = load_part(q, dim, stride, step.rotate, scale, work.query + h * stride);
+      if (!step.absorbed) continue;
+      const int latent = step.format.tier[0].value.dim;
+      float* to = work.latent_query + h * padded(latent);
+      work.latent_sum[h] = load_part(q + dim, latent, padded(latent), step.rotate, scale, to);
     }
   });
 #if defined(__AVX512VNNI__)
@@ -106,10 +123,10 @@ inline float sum_of_digits(const Work& work, int64_t stride, int64_t head) {
   return float(sum) * work.query_factor[head];
 }
 
-// Multiplies all heads with the keys of a run of pieces of one tier, into `out` [group, stride].
-inline void key_products(const Step& step, Work& work, const Piece* begin, const Piece* end, float* out,
-                         int64_t stride) {
-  const Side& side = begin->tier->key;
+// Multiplies all heads' `query` with the keys, or the values, of a run of pieces of one tier, into `out` [group, stride].
+inline void products(const Step& step, Work& work, const Piece* begin, const Piece* end, bool values,
+                     const float* query, float* out, int64_t stride) {
+  const Side& side = begin->side(values);
   const int64_t padding = padded(side.dim);
   const int width = width_of(side), heads = int(step.group);
 #if defined(__AVX512VNNI__)
@@ -124,12 +141,12 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
         const uint8_t* codes = work.codes;
         if (side.row == padding) {
           // one-byte codes in rows of whole vectors need no unpacking
-          codes = cursor.piece->key;
+          codes = cursor.piece->rows(values);
           count = cursor.piece->count;
-          cursor.fetch_ahead(false);
+          cursor.fetch_ahead(values);
           cursor.advance(count);
         } else {
-          count = stage_codes(cursor, false, work.codes, STAGED_CODES);
+          count = stage_codes(cursor, values, work.codes, STAGED_CODES);
         }
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
@@ -138,22 +155,22 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
           break;
         }
 #endif
-        dot_rows(codes, padding, count, work.query, padding, heads, width, out, stride);
+        dot_rows(codes, padding, count, query, padding, heads, width, out, stride);
         break;
       }
       case STORED:
         count = cursor.piece->count;
         with_dtype(step.format.dtype, [&](auto element) {
-          const auto* rows = reinterpret_cast<const decltype(element)*>(cursor.piece->key);
-          dot_rows(rows, side.dim, count, work.query, padding, heads, width, out, stride);
+          const auto* rows = reinterpret_cast<const decltype(element)*>(cursor.piece->rows(values));
+          dot_rows(rows, side.dim, count, query, padding, heads, width, out, stride);
         });
         cursor.advance(count);
         break;
       default:
-        count = stage_rows(cursor, false, step.format.dtype, work.rows, STAGED_ROWS);
+        count = stage_rows(cursor, values, step.format.dtype, work.rows, STAGED_ROWS);
         for (int t = 0; width > side.dim && t < count; t++)
           memset(work.rows + t * padding + side.dim, 0, (width - side.dim) * sizeof(float));
-        dot_rows(work.rows, padding, count, work.query, padding, heads, width, out, stride);
+        dot_rows(work.rows, padding, count, query, padding, heads, width, out, stride);
     }
     out += count;
   }
@@ -235,6 +252,17 @@ inline void each_run(const Piece* begin, const Piece* end, Call call) {
   }
 }
 
+// Turns the products of one head's absorbed query with keys and with values into logits.
+inline void add_latents(const Work& work, int64_t head, int64_t stride, int64_t tokens, float* logits) {
+  const Floats query_sum = splat(work.query_sum[head]), latent_sum = splat(work.latent_sum[head]);
+  const float* product = work.latent_product + head * stride;
+  for (int64_t t = 0; t < tokens; t += WIDTH) {
+    const Floats key = fma(load(logits + t), load(work.key_scale + t), load(work.key_zero + t) * query_sum);
+    const Floats value = fma(load(product + t), load(work.value_scale + t), load(work.value_zero + t) * latent_sum);
+    store(logits + t, key + value);
+  }
+}
+
 // Turns products of one head into weights relative to the largest logit, `peak`; `total` is the weights' sum.
 inline void soften(const Step& step, const Work& work, float query_sum, int64_t tokens, float* logits, float& peak,
                    float& total) {
@@ -242,7 +270,8 @@ inline void soften(const Step& step, const Work& work, float query_sum, int64_t 
   const Floats steepness = splat(step.softcap > 0 ? 2 / step.softcap : 0);
   Floats top = splat(-INFINITY);
   auto raw = [&](int64_t t) {
-    Floats x = fma(load(logits + t), load(work.key_scale + t), load(work.key_zero + t) * sum_of_query);
+    Floats x = load(logits + t);
+    if (!step.absorbed) x = fma(x, load(work.key_scale + t), load(work.key_zero + t) * sum_of_query);
     // tanh(y) = 1 - 2 / (exp(2 y) + 1)
     if (step.softcap > 0) x = cap - 2 * cap / (exp2(x * steepness) + 1);
     return x;
@@ -279,7 +308,8 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
   for (int64_t i = 0; i < chunk.pieces; i++) begin[i] = piece_at(step, window, tokens, chunk.first + i);
   load_query(step, chunk.row, work);
   each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
-    key_products(step, work, first, last, chunk.weights + offset, stride);
+    products(step, work, first, last, false, work.query, chunk.weights + offset, stride);
+    if (step.absorbed) products(step, work, first, last, true, work.latent_query, work.latent_product + offset, stride);
   });
   // entries after the last token take part in vectors and are dropped
   float* const factors[] = {work.key_scale, work.key_zero, work.value_scale, work.value_zero};
@@ -291,6 +321,7 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
   memset(work.quads, 0, group * value * sizeof(float));
   for (int64_t h = 0; h < group; h++) {
     float* weights = chunk.weights + h * stride;
+    if (step.absorbed) add_latents(work, h, stride, chunk.tokens, weights);
     const float query_sum = use_digits(step) ? sum_of_digits(work, key, h) : work.query_sum[h];
     soften(step, work, query_sum, chunk.tokens, weights, chunk.peak[h], chunk.total[h]);
     Floats zeros = {};

@@ -22,7 +22,7 @@ _ERRORS = {
 }
 _logger = logging.getLogger("hf_diffkv")
 MAX_TIERS = 4
-ABI_VERSION = 6
+ABI_VERSION = 7
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -73,7 +73,7 @@ class StepBlock(ctypes.Structure):
             pointer4="output sinks received",
             long4="received_stride",
             float="limit scaling softcap",
-            int="fold hold exact threads rotate",
+            int="fold hold exact threads rotate absorbed",
         ),
     ]
 

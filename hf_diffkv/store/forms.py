@@ -82,7 +82,11 @@ def stored_form(store: Store, layer: int, key: Tensor, value: Tensor) -> tuple[T
 
 
 def query_form(store: Store, query: Tensor) -> Tensor:
-    """Converts queries, [batch, query_heads, tokens, key_dim], to the store's form."""
+    """Converts queries, [batch, query_heads, tokens, key_dim], to the store's form; absorbed ones (latent.py) too."""
+    if store.heads.latent:
+        rope, latent = query.split([store.key_dim, store.value_dim], dim=-1)
+        rotated = store.ops.rotate(rope, store.key_rotation), store.ops.rotate(latent, store.value_rotation)
+        return torch.cat(rotated, dim=-1)
     return store.ops.rotate(query, store.key_rotation)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..heads.query_moments import QueryMoments
 from ..ops import backend
-from ..ops.backend import KERNELS, compute_dtype
+from ..ops.backend import KERNELS, REFERENCE, compute_dtype
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
 from ..ops.softmax import Softmax
-from ..ops.table import Ops, ops_for
+from ..ops.table import Ops, ops_for, ops_of
 from ..ops.tiles import Bounds
 from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
@@ -50,13 +50,14 @@ def reads_are_free(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class KVHeads:
-    """KV heads of a layer on one device: their number, elements of a key and of a value, and the model's dtype."""
+    """KV heads of a layer on one device: number, elements of a key and a value, model's dtype, `latent` (latent.py)."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    latent: bool = False
 
 
 class Padding:
@@ -333,7 +334,9 @@ class Store:
     def ops(self) -> Ops:
         """Implementations of the ops that this store runs; chosen once, and anew under `use_backend`."""
         if self._ops is None or self._ops_forced != backend.forced:
-            self._ops = ops_for(self.device, self.dtype, self.layout.high, self.layout.low)
+            found = ops_for(self.device, self.dtype, self.layout.high, self.layout.low)
+            # there are no kernels for latents
+            self._ops = ops_of(REFERENCE) if self.heads.latent and found.backend == KERNELS else found
             self._ops_forced = backend.forced
         return self._ops
 

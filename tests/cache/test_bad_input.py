@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ragged_prompts, tiny_model
+from tiny_models import LATENT, ragged_prompts, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
@@ -161,8 +161,11 @@ def tiny_t5() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     "build, words",
-    [(tiny_t5, ("decoder-only", "encoder-decoder")), (lambda: tiny_model("deepseek_v3"), ("latent", "DynamicCache"))],
-    ids=["t5", "deepseek_v3"],
+    [
+        (tiny_t5, ("decoder-only", "encoder-decoder")),
+        (lambda: tiny_model("deepseek_v32", **LATENT), ("choose", "DynamicCache")),
+    ],
+    ids=["t5", "deepseek_v32"],
 )
 def test_models_with_other_caches(build: Callable, words: tuple[str, ...]) -> None:
     model = build()

@@ -92,15 +92,17 @@ def first_run(model: PreTrainedModel, user_folder: Path) -> tuple[list[str], Run
     """The command with nothing but a model, interrupted and run again, on short documents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
-        advised, original, calls = advice(model), heads_module.layer_figures, []
+        # one layer in a batch
+        patch.setattr(heads_module, "MOST_TOKENS", 128)
+        advised, original, calls = advice(model), heads_module.DamagedLayer.of, []
 
-        def measure(*arguments: Any) -> dict[str, Any]:
+        def measure(*arguments: Any) -> heads_module.DamagedLayer:
             calls.append(arguments)
             if len(calls) == 9:
                 raise KeyboardInterrupt
             return original(*arguments)
 
-        patch.setattr(heads_module, "layer_figures", measure)
+        patch.setattr(heads_module.DamagedLayer, "of", measure)
         interrupted = run("--model", model.name_or_path)
         return advised, interrupted, run("--model", model.name_or_path)
 
@@ -129,7 +131,7 @@ def test_the_advised_command_works_as_it_stands(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
-    monkeypatch.setattr(heads_module, "layer_figures", refuse)
+    monkeypatch.setattr(heads_module.DamagedLayer, "of", refuse)
     assert first_run[0][0] == "--model" and len(first_run[0]) == 2
     done = run(*first_run[0])
     assert done.code == 0 and "DiffKVCache(model)" in done.out
@@ -146,7 +148,7 @@ def test_advice_leads_to_the_same_measurements(calibrated: Path, monkeypatch: py
     def refuse(*args: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(heads_module, "layer_figures", refuse)
+    monkeypatch.setattr(heads_module.DamagedLayer, "of", refuse)
     done = run("--model", str(TINY_LM), "--output", str(calibrated), "--length", "900", "--ratio", "0.21")
     advised = [shlex.split(line) for line in done.out.splitlines() if line.startswith("  hf-diffkv calibrate")]
     assert run(*advised[0][2:]).code == 0
@@ -251,7 +253,7 @@ def test_another_ratio_measures_nothing(calibrated: Path, monkeypatch: pytest.Mo
     larger = config.with_ratio(0.3)
     assert larger.with_ratio(0.21) == config and larger.calibration["sensitivity"] == config.calibration["sensitivity"]
     assert larger.calibration["predicted_kl"] < config.calibration["predicted_kl"]
-    monkeypatch.setattr(heads_module, "layer_figures", refuse)
+    monkeypatch.setattr(heads_module.DamagedLayer, "of", refuse)
     assert command(calibrated, "--ratio", "0.3") == 0
     assert DiffKVConfig.from_pretrained(calibrated) == larger
     with pytest.raises(ValueError, match="target_ratio=0.05 is below what K3V2 takes of every head, 0.172"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_jobs import greedy_job
-from tiny_models import tiny_model
+from tiny_models import LATENT, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
@@ -298,13 +298,13 @@ def test_json_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_model_that_cannot_be_compressed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tiny_model("deepseek_v3").save_pretrained(tmp_path / "model")
+    tiny_model("deepseek_v32", **LATENT).save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LM / name, tmp_path / "model" / name)
     arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "abc", "--output", str(tmp_path / "out")]
     assert main(arguments) == 2
     error = capfd.readouterr().err
     line = error.splitlines()[-1]
-    assert line.startswith("hf-diffkv: --model ") and "deepseek_v3 caches latents" in line
+    assert line.startswith("hf-diffkv: --model ") and "deepseek_v32 keeps DynamicIndexedLayer" in line
     assert "Traceback" not in error
     assert not (tmp_path / "out" / "figures.json").exists()

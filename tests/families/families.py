@@ -52,6 +52,7 @@ class Family:
         compressed: indices of the compressed layers.
         kept: kinds of the other layers, in the table's words.
         refused: part of the error if the family is refused.
+        latents: whether its full-attention layers cache latents (multi-head latent attention).
         since: first release in which Transformers' attention interface runs it; refused before.
     """
 
@@ -60,6 +61,7 @@ class Family:
     compressed: tuple[int, ...] = (0, 1)
     kept: tuple[str, ...] = ()
     refused: str = ""
+    latents: bool = False
     since: tuple[int, int] = (0, 0)
 
 
@@ -183,19 +185,15 @@ _LINEAR: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_next": {**MOE, **DELTA},
 }
-_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **{
-        name: (LATENT, "caches latents")
-        for name in (
-            "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa "
-            "hy_v4 kimi_linear minicpm3 youtu"
-        ).split()
-    },
+_LATENT: dict[str, dict[str, Any]] = {
+    **{name: LATENT for name in "deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 sarvam_mla youtu".split()},
+    "axk1": {**LATENT, "n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16},
     # older releases count its layers, two attentions each, under a name of their own
-    "longcat_flash": (
-        {**LATENT, "num_layers": 1, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
-        "caches latents",
-    ),
+    "longcat_flash": {**LATENT, "num_layers": 1, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "head_dim": 8},
+}
+_LATENT_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{name: (LATENT, "choose the tokens") for name in "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4".split()},
     "deepseek_v4": (
         {
             **MOE,
@@ -280,6 +278,11 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(options) for name, options in _FULL.items()},
     **{name: Family({**WINDOWED, **options}, compressed=(1,), kept=(SLIDING,)) for name, options in _WINDOWED.items()},
     **{name: Family(options, compressed=(1,), kept=(LINEAR,)) for name, options in _LINEAR.items()},
+    **{name: Family(options, latents=True) for name, options in _LATENT.items()},
+    **{
+        name: Family({**LATENT, **_LATENT_LINEAR}, compressed=(1,), kept=(LINEAR,), latents=True)
+        for name in ("bailing_hybrid", "kimi_linear")
+    },
     "gemma3n_text": Family(
         {**SHARING, **PER_LAYER_INPUT, "laurel_rank": 8, "activation_sparsity_pattern": None},
         layers=6,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the tiny models
@@ -33,7 +33,14 @@ FAMOUS = {
     "Phi-2, Phi-3, Phi-4": ("phi", "phi3", "phimoe"),
     "gpt-oss": ("gpt_oss",),
     "DeepSeek V2, V3, R1": ("deepseek_v2", "deepseek_v3"),
+    "DeepSeek V3.2": ("deepseek_v32",),
     "GLM-4, GLM-4.5": ("glm4", "glm4_moe"),
+    "GLM-4.7-Flash": ("glm4_moe_lite",),
+    "GLM-5": ("glm_moe_dsa",),
+    "Kimi-Linear": ("kimi_linear",),
+    "LongCat-Flash": ("longcat_flash",),
+    "MiniCPM3": ("minicpm3",),
+    "Youtu-LLM": ("youtu",),
     "SmolLM2": ("llama",),
     "SmolLM3": ("smollm3",),
     "OLMo 2": ("olmo2",),
@@ -62,7 +69,6 @@ tolerates.
 `python tests/families/report.py` writes this file.
 """
 REASONS = {
-    "caches latents": "multi-head latent attention: it caches latents, not keys and values",
     "choose the tokens": "sparse attention: its layers choose the tokens they attend to",
     "splits values": "splits values after caching them",
     "adds a learned bias": "adds a learned bias to its attention logits",
@@ -101,13 +107,14 @@ def features() -> list[str]:
 def document() -> str:
     """The whole of `docs/models.md`."""
     full, partly, nothing, refused = groups()
+    latent = [name for name, family in sorted(FAMILIES.items()) if family.latents]
     parts = [
         HEAD,
         f"{len(full)} families are compressed in all layers, {len(partly)} in their full-attention layers, "
         f"{len(nothing)} run but have no layer to compress, {len(refused)} are refused.\n",
         _famous(),
         "DeepSeek's distilled models are Llama and Qwen2 models and work like these.\n",
-        "## All layers compressed\n\n" + ", ".join(f"`{name}`" for name in full) + ".\n",
+        f"## All layers compressed\n\n{_names(full)}.\n",
         _since(full),
         "If the configuration of a Mistral or Phi-3 checkpoint sets `sliding_window`, all of its layers have sliding "
         "windows. Such a model runs uncompressed, with a warning.\n",
@@ -119,6 +126,12 @@ def document() -> str:
         "`tests/store/test_shared.py` and `tests/cache/test_shared_layers.py`). Steps of these models are "
         "not captured as CUDA graphs. If a `device_map` or pipeline parallelism puts such "
         "layers on different devices, `generate()` leaves the layer that they read uncompressed.\n",
+        "## Latents\n\nMulti-head latent attention caches a latent and a rotary key for each token instead of keys and "
+        "values. "
+        f"Such families are {_names(latent)}; "
+        "[latent.md](latent.md) says how their caches are compressed. No large trained model of this kind was "
+        "measured, so their default precision is K8V8. Families that add an indexer, which chooses tokens, are "
+        "refused: `axk2`, `deepseek_v32`, `dots3_note_text`, `glm_moe_dsa`, `hy_v4`.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
         "side keeps its own attention. `tests/families/test_vision.py` checks them with an image in every prompt.\n\n"
         + _vision_table(),
@@ -129,6 +142,10 @@ def document() -> str:
         CHECKS,
     ]
     return "\n".join(parts)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _since(rows: dict[str, Family]) -> str:

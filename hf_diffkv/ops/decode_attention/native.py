@@ -69,7 +69,8 @@ def attend(
     """Runs a block from `step_block`.
 
     Args:
-        query: query states, [batch, query_heads, key_dim] or [batch, query_heads, 1, key_dim].
+        query: query states, [batch, query_heads, key_dim] or [batch, query_heads, 1, key_dim]; absorbed ones have
+            key_dim + value_dim elements.
 
     Returns:
         Attention output in the query's shape, with value_dim as the last dimension.
@@ -77,10 +78,12 @@ def attend(
     form = block.format
     key_dim, value_dim = form.tier[0].key.dim, form.tier[0].value.dim
     shape = query.shape
-    if shape[0] != block.batch or shape[1] % block.heads or shape[-1] != key_dim:
+    if shape[0] != block.batch or shape[1] % block.heads or shape[-1] not in (key_dim, key_dim + value_dim):
         raise ValueError(
-            f"query {tuple(shape)} must be [{block.batch}, a multiple of {block.heads} KV heads, {key_dim}]."
+            f"query {tuple(shape)} must be [{block.batch}, a multiple of {block.heads} KV heads, {key_dim}], or "
+            f"{key_dim + value_dim} if it is absorbed."
         )
+    block.absorbed = shape[-1] != key_dim
     query = unit_stride(query)
     output = torch.empty(*shape[:-1], value_dim, dtype=query.dtype)
     block.query, block.output = query.data_ptr(), output.data_ptr()

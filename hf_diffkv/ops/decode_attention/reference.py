@@ -47,7 +47,8 @@ def decode_attention(
     the window, and `held` is left unchanged.
 
     Args:
-        query: query states, [batch, query_heads, key_dim].
+        query: query states, [batch, query_heads, key_dim]; or absorbed ones (store/latent.py), [batch, query_heads,
+            key_dim + value_dim], whose logits are products with key and value.
         rows: rows to attend to.
         bounds: the host's upper bounds on the rows' lengths, with tiles.
         valid: False where the newest token is padding, bool [batch]; the output is then zero and no sums grow. None if
@@ -68,7 +69,9 @@ def decode_attention(
     # padding may hold any value, and zero times infinity is NaN
     scaled = torch.where(scoring[:, None, None], scaled, 0.0)
     tokens = held_tokens(rows.window_start, length, rows.sink_end, rows.sink_slots, rows.slots)
-    window = _window_logits(scaled, rows.window_key, tokens, softmax.softcap)
+    absorbed = query.shape[-1] != rows.window_key.shape[-1]
+    window_key = torch.cat([rows.window_key, rows.window_value], dim=-1) if absorbed else rows.window_key
+    window = _window_logits(scaled, window_key, tokens, softmax.softcap)
     merged = _window_partials(window, rows.window_value, softmax.sinks, group)
     pieces = []
     for tier in (HIGH, LOW):
@@ -143,7 +146,7 @@ def append_and_attend(
     """Appends the newest token of every request and attends from it.
 
     Args:
-        query, key, value: states of the model, [batch, query_heads or heads, 1, dim].
+        query, key, value: states of the model, [batch, query_heads or heads, 1, dim]; the query may be absorbed.
         rows: rows to append to and attend to.
         softmax: softmax parameters of the layer.
         rotation: rotations of keys and values, or None.
@@ -157,8 +160,12 @@ def append_and_attend(
     if rotation is None:
         key = rotate(key[:, :, None], None, rows.offset)[:, :, 0]
         append_token(rows, key, value, limit=limit, valid=valid)
-    else:
+    elif query.shape[-1] == key.shape[-1]:
         query = append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
+    else:
+        append_rotated(rows, key, value, None, rotation, limit=limit, valid=valid)
+        parts = query[None].split([key.shape[-1], value.shape[-1]], dim=-1)
+        query = torch.cat([rotate(part, matrix)[0] for part, matrix in zip(parts, (rotation.key, rotation.value))], -1)
     output = decode_attention(query, rows, softmax, bounds=bounds, valid=valid, scratch=scratch)
     # heads are passed as tokens: tiles of one token each would read the matrix once per tile
     return (output if rotation is None else rotate(output[None], rotation.value.mT)[0])[:, :, None]
@@ -283,25 +290,36 @@ class TierAttention:
         score.index_copy_(0, self.ids, stored_score(score_of(held) + received, noise.view_as(received)))
 
     def _logits(self, query: Tensor) -> Tensor:
-        """Returns logits [tiles, group, tokens] for queries [tiles, group, key_dim]."""
+        """Returns logits [tiles, group, tokens] for queries [tiles, group, key_dim], or absorbed ones."""
         layout = self.layout
-        numbers = self._numbers(layout.key_offset, layout.key_row, layout.k_bits, layout.key_dim, query.dtype)
-        metadata = self._metadata(
-            layout.key_metadata_offset, layout.key_metadata, layout.k_bits, layout.k_groups, query.dtype
-        )
-        logits = query.new_empty(*query.shape[:2], self.tiles.pages * layout.capacity)
-        scaled = query * _factors(layout.key_dim, layout.k_bits, query)
+        key = (layout.key_dim, layout.k_bits, layout.k_groups)
+        value = (layout.value_dim, layout.v_bits, layout.v_groups)
+        key_place = (layout.key_offset, layout.key_row, layout.key_metadata_offset, layout.key_metadata)
+        logits = self._products(query[..., : layout.key_dim], *key, *key_place)
+        if query.shape[-1] > layout.key_dim:
+            value_place = (layout.value_offset, layout.value_row, layout.value_metadata_offset, layout.value_metadata)
+            logits.add_(self._products(query[..., layout.key_dim :], *value, *value_place))
+        return logits
+
+    def _products(
+        self, query: Tensor, dim: int, bits: int, groups: int, offset: int, row: int, metadata_offset: int, size: int
+    ) -> Tensor:
+        """Returns products with keys or values, [tiles, group, tokens], for queries [tiles, group, dim]."""
+        numbers = self._numbers(offset, row, bits, dim, query.dtype)
+        metadata = self._metadata(metadata_offset, size, bits, groups, query.dtype)
+        logits = query.new_empty(*query.shape[:2], self.tiles.pages * self.layout.capacity)
+        scaled = query * _factors(dim, bits, query)
         for chunk, keys in numbers:
             if metadata is None:
                 torch.bmm(scaled[chunk], keys.mT, out=logits[chunk])
                 continue
-            for group, dims in enumerate(_groups(layout.key_dim, layout.k_groups)):
+            for group, dims in enumerate(_groups(dim, groups)):
                 out = logits[chunk] if group == 0 else torch.empty_like(logits[chunk])
                 torch.bmm(scaled[chunk, :, dims], keys[..., dims].mT, out=out).mul_(metadata[0][chunk, group, None])
                 if group:
                     logits[chunk].add_(out)
         if metadata is not None:
-            logits.baddbmm_(query.unflatten(-1, (layout.k_groups, -1)).sum(-1), metadata[1])
+            logits.baddbmm_(query.unflatten(-1, (groups, -1)).sum(-1), metadata[1])
         return logits
 
     def _output(self, weights: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.cache.supported_models import cache_layers, check_model_config, shared_layers
+from hf_diffkv.config.latent import has_latents
 
 from .linear_layers import LinearModule, find_modules
 from .shapes import SlidingShape
@@ -65,6 +66,10 @@ def check_servable_config(config: Any, name: str) -> None:
     if kinds:
         reason = f"has layers beside full, sliding and linear attention ({', '.join(sorted(kinds))})"
         raise unservable(name, reason)
+    if has_latents(text_config):
+        raise unservable(
+            name, "caches latents (multi-head latent attention), for which the engine's slots are not made"
+        )
     if shared_layers(text_config):
         raise unservable(name, "has layers that read the keys and values of earlier ones")
     windows = {layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer}

@@ -1,0 +1,103 @@
+"""Configurations of models that cache latents (multi-head latent attention; docs/latent.md).
+
+Each layer has one row: the rotary key of all heads, and the latent. The rotary key is an eighth of the elements or less
+and always has 8 bits or more. No large trained model of this kind was measured, so nothing goes below 8 bits by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..arguments import as_ratio
+from ..precision import Precision
+from .presets import DEFAULT_PRESET, LEVEL_FIELDS, head_size
+
+LEAST_KEY_BITS = 8
+# from the best to the smallest
+LATENT_LADDER = ("K8V8", "K8V6", "K8V5", "K8V4", "K8V3")
+# precision of the latents for the name of a preset
+LATENT_PRESETS = {"quality": "K8V8", "balanced": "K8V8", "small": "K8V4"}
+# levels of which the user gives only some
+LATENT_LEVELS: dict[str, Any] = {
+    "high": Precision(8, 8),
+    "low": Precision(8, 4),
+    "alpha_low": 0.0,
+    "alpha_high": 1.0,
+}
+
+
+def latent_dims(model_config: Any) -> tuple[int, int] | None:
+    """Returns the elements of a rotary key and of a latent; None for models without latents, and for names."""
+    if not hasattr(model_config, "get_text_config"):
+        return None
+    text_config = model_config.get_text_config(decoder=True)
+    if not has_latents(text_config):
+        return None
+    return text_config.qk_rope_head_dim, text_config.kv_lora_rank
+
+
+def has_latents(text_config: Any) -> bool:
+    """Returns whether a model caches latents, judging by the configuration of its text model."""
+    return getattr(text_config, "kv_lora_rank", None) is not None
+
+
+def latent_fields(name: str, **fields: Any) -> dict[str, Any]:
+    """Returns the config fields that store every latent at the precision `name`."""
+    precision = Precision.parse(name)
+    levels = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
+    return {**levels, "metadata_bits": 16, "window": 32, **fields}
+
+
+def levels_beside(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config fields beside the levels that the user gives; `high` alone is the precision of all tokens."""
+    if "high" in given and "low" not in given:
+        return {"low": given["high"], "alpha_high": 0.0, "alpha_low": 0.0}
+    return dict(LATENT_LEVELS)
+
+
+def latent_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
+    """Returns config fields that store every latent at the best precision of `LATENT_LADDER` within a ratio.
+
+    Raises:
+        ValueError: the smallest precision does not reach the ratio.
+    """
+    # imported here, as the page format is needed for this alone
+    from ..pages.layout import UNIFORM_NUMBERS, PageLayout
+
+    dims, element_bytes = latent_dims(model_config) or (0, 0), head_size(model_config)[1]
+    for name in LATENT_LADDER:
+        precision = Precision.parse(name)
+        layout = PageLayout.build(precision, precision, *dims, element_bytes, **UNIFORM_NUMBERS)
+        ratio = layout.high.token_bytes / (sum(dims) * element_bytes)
+        if ratio <= target_ratio:
+            return latent_fields(name)
+    raise ValueError(
+        f"target_ratio={target_ratio} is below what {LATENT_LADDER[-1]} takes of this model's latents, {ratio:.3f}; "
+        "raise it."
+    )
+
+
+def latent_choice(
+    model_config: Any, preset: str | None, target_ratio: float | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the config fields of a model that caches latents; arguments as in `choice.choose`."""
+    if LEVEL_FIELDS & set(given):
+        return levels_beside(given)
+    if target_ratio is not None:
+        return latent_within(as_ratio("target_ratio", target_ratio), model_config)
+    return latent_fields(LATENT_PRESETS[preset or DEFAULT_PRESET])
+
+
+def check_precisions(config: Any) -> None:
+    """Raises `ValueError` if a `DiffKVConfig` stores rotary keys in less than 8 bits."""
+    layers = config.head_precisions or ()
+    used = [("high", config.high), ("low", config.low)]
+    used += [("head_precisions", each) for layer in layers for each in layer or () if each is not None]
+    for name, precision in used:
+        if precision.k_bits < LEAST_KEY_BITS:
+            raise ValueError(
+                f"{name}={precision.full_name}: this model caches latents, whose rotary keys need at least "
+                f"{LEAST_KEY_BITS} bits; give high and low as 'K8V8' or another of {', '.join(LATENT_LADDER)}, or "
+                "leave them out."
+            )
