@@ -110,7 +110,7 @@ QUICK = [
     (["serve", "tiny-lm", "--lossless", "--low", "K4V2"], "--lossless stores everything as it is; leave --low out."),
     (["env", "now"], "Got unexpected extra argument"),
     (["evaluate", *TINY], "Missing option '--output'."),
-    (["evaluate", *TINY, "--output", "x", "--batch-size", "0"], "'--batch-size': 0 is too few"),
+    (["evaluate", *TINY, "--output", "x", "--batch-size", "0"], "--batch-size has gone; tasks that generate"),
     (["evaluate", "--model", "gemma-270m", "--output", "x"], "did you mean 'gemma3-270m'?"),
     (["calibrate", *TINY, "--output", "x", "--alpha-high", "1,-2"], "'1,-2' is no list of numbers of at least 0"),
     (["calibrate", *TINY, "--ratio", "0.2", "--documents", "2"], "and --documents measures thresholds"),
