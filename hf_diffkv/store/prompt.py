@@ -1,11 +1,14 @@
 """Several new tokens at once: a prompt, a further turn or a chunk.
 
-Attention among the new tokens is exact. Afterwards the policy decides the levels of the whole layer.
+Attention among the new tokens is exact. Afterwards the policy decides the levels of the whole layer. A layer that reads
+the tokens of an earlier one may attend from the newest tokens only, because models drop the tokens that need no logits.
+The attention that keys received from them is scaled up to all later queries, as with `observation_window`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ from .prompt_kernels import Forward, store_by_kernels
 from .state import Store
 
 
-def attend_tokens(
+def attend_prompt(
     store: Store,
     layer: int,
     query: Tensor,
@@ -42,29 +45,124 @@ def attend_tokens(
     valid: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attends from Q new tokens over the stored tokens and themselves, then compresses the layer.
+    """Attends from Q new tokens that no other layer reads, and compresses the layer; see `PromptAttention`.
+
+    Args:
+        query: query states, [batch, query_heads, Q, key_dim].
+
+    Returns:
+        Attention output, [batch, query_heads, Q, value_dim] in the query's dtype.
+    """
+    return PromptAttention(store, layer, key, value, valid, mask).attend(query, softmax)
+
+
+class PromptAttention:
+    """Several new tokens of a layer, to which that layer and perhaps later ones attend.
+
+    The queries of reader layers count as further query heads of the KV head: a token's sum gains the maximum over all
+    of them. The tokens are therefore compressed when the last of these layers has attended.
 
     Args:
         layer: index of the layer within the store.
-        query: query states, [batch, query_heads, Q, key_dim].
         key, value: key and value states, [batch, heads, Q, dim].
         valid: True for real tokens, bool [batch, Q]; None if all are.
         mask: attention mask among the new tokens, bool [batch, 1, Q, Q]; None is causal.
 
-    Returns:
-        Attention output, [batch, query_heads, Q, value_dim] in the query's dtype.
-
     Raises:
         ValueError: keys or values are not finite; nothing has changed. With `Store.enters_at_once` it is raised by the
             next look at the device instead.
-        MemoryError: the compressed tokens do not fit; this layer is unchanged.
     """
-    new = Entering.checked(store, layer, key, value, valid)
-    past = Past.read(store, layer, new)
-    options = {"valid": valid, "mask": mask, "observed": store.observation_window}
-    output, received = attend_beside(store, layer, past.earlier, query, *new.beside(past.earlier), softmax, **options)
-    compress(store, layer, past, new, received, query_moment(store, query, valid))
-    return output
+
+    def __init__(
+        self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
+    ) -> None:
+        self._store, self._layer = store, layer
+        self._new, self._mask = Entering.checked(store, layer, key, value, valid), mask
+        self._received: Tensor | None = None
+        self._moment: Tensor | None = None
+
+    def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
+        """Attends over the stored tokens and the new ones, and compresses the layer after the last reader.
+
+        Args:
+            query: query states of all tokens or of the newest ones, [batch, query_heads, n, key_dim].
+            last: whether no further layer reads these tokens.
+
+        Returns:
+            Attention output, [batch, query_heads, n, value_dim] in the query's dtype.
+
+        Raises:
+            MemoryError: the compressed tokens do not fit; this layer is unchanged.
+        """
+        store, layer = self._store, self._layer
+        past = Past.read(store, layer, self._new)
+        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
+        if received is not None:
+            self._received = received if self._received is None else torch.maximum(self._received, received)
+        moment = query_moment(store, query, self._new.valid)
+        self._moment = moment if self._moment is None else self._moment + moment
+        if last:
+            compress(store, layer, past, self._new, self._received, self._moment)
+        return output
+
+
+def attend_from_newest(
+    store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, softmax: Softmax
+) -> tuple[Tensor, Tensor | None]:
+    """Attends from the newest n of the Q new tokens over a layer's past and all new tokens; changes nothing.
+
+    Args:
+        query: query states, [batch, query_heads, n, key_dim]. With n < Q, all n must see the same earlier tokens.
+        mask: attention mask among the new tokens, bool [batch, 1, Q, Q]; None is causal.
+
+    Returns:
+        The attention output, [batch, query_heads, n, value_dim], and the attention each key received, as
+        `attend_beside` returns it.
+    """
+    (key, value), valid = new.beside(past.earlier), new.valid
+    earlier = key.shape[2] - query.shape[2]
+    if earlier == 0:
+        options = {"valid": valid, "mask": mask, "observed": store.observation_window}
+        return attend_beside(store, layer, past.earlier, query, key, value, softmax, **options)
+    shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
+    shown = shown if valid is None else shown & valid[:, :earlier]
+    shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
+    exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
+    before = replace(past.earlier, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
+    output, received = attend_beside(
+        store,
+        layer,
+        before,
+        query,
+        key[:, :, earlier:],
+        value[:, :, earlier:],
+        softmax,
+        valid=None if valid is None else valid[:, earlier:],
+        mask=None if mask is None else mask[..., earlier:, earlier:],
+        observed=store.observation_window,
+    )
+    if received is not None:
+        received = received * _later_share(valid, key, earlier, received.shape[-1])[:, None]
+    return output, received
+
+
+def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:
+    """Returns, for each key, the ratio of all later queries to those that attended.
+
+    The queries that attended are those after the first `earlier` new tokens.
+
+    Returns:
+        Ratio of each of the P + Q keys, float32 [batch, P + Q].
+    """
+    if valid is None:
+        valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    later = valid.flip(-1).cumsum(-1).flip(-1) - valid.long()
+    there = valid[:, earlier:].sum(-1, keepdim=True)
+    follow = torch.cat([valid.sum(-1, keepdim=True).expand(-1, columns - key.shape[2]), later], dim=-1)
+    share = follow.float() / there.clamp(min=1).float()
+    # for these keys, all later queries attended
+    share[:, columns - key.shape[2] + earlier :] = 1.0
+    return share
 
 
 def attend_beside(
