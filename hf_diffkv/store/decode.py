@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..ops.softmax import Held, Softmax
-from .forms import model_form, query_form, stored_form
+from ..ops.softmax import SharedAttention, Softmax
 from .state import Store
+from .transform import model_form, query_form, stored_form
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -56,7 +56,7 @@ def attend_newest(
     query: Tensor,
     softmax: Softmax,
     valid: Tensor | None = None,
-    held: Held | None = None,
+    held: SharedAttention | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request, which `append` has stored, and updates the sums.
 
@@ -83,7 +83,7 @@ class StepAttention:
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         self._store, self._layer, self._key, self._value, self._valid = store, layer, key, value, valid
         # the attention of several layers, once the token is appended for the first of them
-        self._held: Held | None = None
+        self._held: SharedAttention | None = None
 
     def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
         """Returns one layer's attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
@@ -103,7 +103,7 @@ class StepAttention:
         """Stores the token now, unless it is stored; else the first `attend` stores it."""
         if self._held is None:
             append(self._store, self._layer, self._key, self._value, self._valid)
-            self._held = Held()
+            self._held = SharedAttention()
 
     def _append_and_attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         store, layer = self._store, self._layer

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.softmax import Softmax
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens
 from ..pages.segments import score_noise, segments
 from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
-from .forms import (
-    Entering,
+from .prompt_kernels import PromptPlan, store_by_kernels
+from .state import Store
+from .transform import (
+    NewPrompt,
     PromptSource,
     check_finite,
     feedback,
@@ -31,8 +33,6 @@ from .forms import (
     query_moment,
     slots_of,
 )
-from .prompt_kernels import Forward, store_by_kernels
-from .state import Store
 
 
 def attend_prompt(
@@ -69,15 +69,15 @@ class PromptAttention:
         mask: attention mask among the new tokens, bool [batch, 1, Q, Q]; None is causal.
 
     Raises:
-        ValueError: keys or values are not finite; nothing has changed. With `Store.enters_at_once` it is raised by the
-            next look at the device instead.
+        ValueError: keys or values are not finite; nothing has changed. With `Store.stores_by_kernel` it is raised by
+            the next look at the device instead.
     """
 
     def __init__(
         self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
     ) -> None:
         self._store, self._layer = store, layer
-        self._new, self._mask = Entering.checked(store, layer, key, value, valid), mask
+        self._new, self._mask = NewPrompt.checked(store, layer, key, value, valid), mask
         self._received: Tensor | None = None
         self._moment: Tensor | None = None
 
@@ -95,7 +95,7 @@ class PromptAttention:
             MemoryError: the compressed tokens do not fit; this layer is unchanged.
         """
         store, layer = self._store, self._layer
-        past = Past.read(store, layer, self._new)
+        past = StoredPast.read(store, layer, self._new)
         output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
         if received is not None:
             self._received = received if self._received is None else torch.maximum(self._received, received)
@@ -107,7 +107,7 @@ class PromptAttention:
 
 
 def attend_from_newest(
-    store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, softmax: Softmax
+    store: Store, layer: int, past: StoredPast, query: Tensor, new: NewPrompt, mask: Tensor | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor | None]:
     """Attends from the newest n of the Q new tokens over a layer's past and all new tokens; changes nothing.
 
@@ -179,7 +179,7 @@ def attend_beside(
 
     Args:
         query: query states of the model, [batch, query_heads, Q, key_dim].
-        key, value: keys and values from `Entering.beside`, [batch, heads, Q, dim].
+        key, value: keys and values from `NewPrompt.beside`, [batch, heads, Q, dim].
 
     Returns:
         The attention output, and the attention each key received, float32 [batch, heads, P + Q]; the latter is None if
@@ -194,7 +194,7 @@ def attend_beside(
     return output if past.rows is None else model_form(store, output), received
 
 
-class Past:
+class StoredPast:
     """A layer's tokens before a forward, and the rank of each within its row."""
 
     def __init__(self) -> None:
@@ -204,11 +204,11 @@ class Past:
         self.ranks: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
-    def read(cls, store: Store, layer: int, new: Entering) -> Past:
+    def read(cls, store: Store, layer: int, new: NewPrompt) -> StoredPast:
         """Reads the layer's state before `new` is stored."""
         past = cls()
-        if store.enters_at_once:
-            longest = Forward.of(store, layer, new).longest[layer]
+        if store.stores_by_kernel:
+            longest = PromptPlan.of(store, layer, new).longest[layer]
         else:
             longest = past.find_tokens(store, layer)
         if longest > 0:
@@ -259,7 +259,7 @@ def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tens
 
 
 def compress(
-    store: Store, layer: int, past: Past, new: Entering, received: Tensor | None, moment: Tensor | None
+    store: Store, layer: int, past: StoredPast, new: NewPrompt, received: Tensor | None, moment: Tensor | None
 ) -> None:
     """Updates the sums and decides the levels of new and earlier tokens.
 
@@ -270,7 +270,7 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
-    if store.enters_at_once:
+    if store.stores_by_kernel:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return
         check_finite(store, new.key, new.value, new.valid)
@@ -319,7 +319,7 @@ def compress(
     store.forget_bounds()
 
 
-def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
+def _write_scores(store: Store, past: StoredPast, scores: list[Tensor], length: Tensor | None = None) -> None:
     """Writes the significance sums of stored tokens.
 
     Args:
@@ -335,7 +335,7 @@ def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor
 def _candidates(
     store: Store,
     layer: int,
-    past: Past,
+    past: StoredPast,
     source: PromptSource,
     valid: Tensor | None,
     offset: Tensor | None,
@@ -346,7 +346,7 @@ def _candidates(
 
     Args:
         source: the new tokens.
-        offset: new key offset of all rows, as `Entering.stored` returns it.
+        offset: new key offset of all rows, as `NewPrompt.stored` returns it.
         received: attention received by each key, [rows, P + Q]; None if sums do not grow.
     """
     heads, new_count = store.num_heads, source.key.shape[2]
@@ -358,7 +358,7 @@ def _candidates(
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
-    window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
+    window = NewTokens.of(past.window_row, DenseTokens(held_key, held_value), score, past.window_token)
     if valid is None:
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
     position = old_length[:, None] + valid.cumsum(-1) - 1

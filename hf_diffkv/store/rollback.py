@@ -15,22 +15,22 @@ from torch import Tensor
 from ..ops.softmax import Softmax
 from .copies import make_private
 from .decode import StepAttention
-from .forms import Entering, check_finite
-from .prompt import Past, PromptAttention, attend_from_newest
+from .prompt import PromptAttention, StoredPast, attend_from_newest
 from .recorded import Read, Recorded
 from .state import Store
 from .step import prepare_step
+from .transform import NewPrompt, check_finite
 
 # tokens that can be cropped; the earlier tokens of a longer forward are stored at once
 ROLLBACK_TOKENS = 256
 
 
-def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, Entering, Past]:
-    """Returns the recorded tokens followed by `new`, the same tokens as `Entering`, and the stored past."""
+def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, NewPrompt, StoredPast]:
+    """Returns the recorded tokens followed by `new`, the same tokens as `NewPrompt`, and the stored past."""
     before = store.recorded[layer]
     together = new if before is None else before.followed_by(new)
-    entering = Entering(store, layer, together.key, together.value, together.valid)
-    return together, entering, Past.read(store, layer, entering)
+    entering = NewPrompt(store, layer, together.key, together.value, together.valid)
+    return together, entering, StoredPast.read(store, layer, entering)
 
 
 class RecordedAttention:

@@ -26,7 +26,7 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     Returns:
         Layers that were levelled in the other way, in a list that grows as that happens.
     """
-    monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
+    monkeypatch.setattr(Store, "stores_by_kernel", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
         monkeypatch.setattr(
             "hf_diffkv.ops.store_by_thresholds.launch.store_by_thresholds", thresholds_oracle.store_by_thresholds
