@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import KVHeads, Store, attend_token, attend_tokens, begin_forward
+from hf_diffkv.store import KVHeads, Store, attend_prompt, attend_step, begin_forward
 
 
 def new_store(config: DiffKVConfig, layers: int, batch: int, *heads: object, **sizes: object) -> Store:
@@ -28,5 +28,5 @@ def attend(store: Store, layer: int, states: Iterable[Tensor], softmax: Softmax,
     """Query, key and value of what has begun: a step where it is one token behind others, else a prompt or turn."""
     query, key, value = states
     if query.shape[2] == 1 and store.seen > 1:
-        return attend_token(store, layer, query, key, value, softmax, None if valid is None else valid[:, 0])
-    return attend_tokens(store, layer, query, key, value, softmax, valid)
+        return attend_step(store, layer, query, key, value, softmax, None if valid is None else valid[:, 0])
+    return attend_prompt(store, layer, query, key, value, softmax, valid)

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
+from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity, prompt
 
 # what the first layer of a forward reads, in one copy to the host
 FIRST_READS = ["cpu in read_together", "numpy in read_together"]
@@ -109,7 +109,7 @@ def turns_of_layers(
                 counter.launched.clear()
                 counter.reads.clear()
                 with counter:
-                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
+                    attend_prompt(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
                 after = [what for phase, what in counter.launched if phase == "after"]
                 yield layer, after, [what for phase, what in counter.reads if phase != "attention"]
     check_integrity(store)

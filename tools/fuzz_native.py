@@ -24,7 +24,7 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.backend import NATIVE, REFERENCE, use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
-from hf_diffkv.store import KVHeads, Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import KVHeads, Store, attend_prompt, attend_step, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.read import LayerTokens
 from hf_diffkv.store.step import refresh
 
@@ -118,7 +118,7 @@ def check(case: Case) -> str | None:
     with use_backend(REFERENCE):
         begin_forward(store, case.prompt)
         store.padding.append(case.prompt, valid)
-        attend_tokens(store, 0, *tokens(case.prompt), Softmax(scaling), valid)
+        attend_prompt(store, 0, *tokens(case.prompt), Softmax(scaling), valid)
     for step in range(case.steps):
         other, new, outputs = copy.deepcopy(store), tokens(1), {}
         for backend, each in ((NATIVE, store), (REFERENCE, other)):
@@ -126,7 +126,7 @@ def check(case: Case) -> str | None:
                 refresh(each)
                 begin_forward(each, 1)
                 each.padding.append(1, None)
-                outputs[backend] = attend_token(each, 0, *new, Softmax(scaling)).double()
+                outputs[backend] = attend_step(each, 0, *new, Softmax(scaling)).double()
         for each in (store, other):
             # before the compaction that both have yet to run
             each.compaction_due = False

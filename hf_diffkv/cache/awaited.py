@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..store import SharedRecording, SharedStep, SharedTokens
+from ..store import PromptAttention, RecordedAttention, StepAttention
 from .errors import HandOverError
 
 
@@ -25,7 +25,7 @@ class AwaitedTokens:
     """
 
     shape: torch.Size
-    tokens: SharedStep | SharedTokens | SharedRecording
+    tokens: PromptAttention | StepAttention | RecordedAttention
     left: int
     mask: Tensor | None = None
     thread: int = field(default_factory=threading.get_ident)

@@ -21,8 +21,7 @@ from ..compat import Wrapped, has_attention, parameters_of
 from ..config import DiffKVConfig
 from ..config.latent import check_precisions, has_latents
 from ..import_hook import NAME
-from ..ops.softmax import Softmax
-from ..store.latent import attend_expanded
+from ..store.latent import ExpandedAttention
 from .devices import TensorParallel
 from .errors import HandOverError, UnsupportedModelError
 from .latent_weights import Projection
@@ -189,20 +188,11 @@ class LatentLayer(DiffKVLayer):
                 return query, _unchanged
         return projection.absorb(query), projection.values
 
-    def _attend(
-        self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None
-    ) -> Tensor:
+    def _new_tokens(self, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None) -> Any:
         expand, self.expand = self.expand, None
         if expand is None:
-            return super()._attend(query, softmax, valid, mask, shown)
-        (key, value), self.pending, self.stores.pending = self.pending, None, None
-        self._hide(key, value, valid, shown)
-        with torch.no_grad():
-            inputs = (query.to(key.dtype), (key, value), softmax, expand)
-            output = attend_expanded(self.store, self.slot, *inputs, valid, mask)
-        if self.store.padding.length < self.seen:
-            self.store.padding.append(key.shape[2], valid)
-        return output.to(query.dtype)
+            return super()._new_tokens(key, value, valid, mask)
+        return ExpandedAttention(self.store, self.slot, key, value, expand, valid, mask)
 
 
 def _unchanged(output: Tensor) -> Tensor:

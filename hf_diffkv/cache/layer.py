@@ -13,15 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.softmax import Softmax
 from ..store import (
-    Read,
-    Recorded,
-    SharedRecording,
-    SharedStep,
-    SharedTokens,
+    PromptAttention,
+    RecordedAttention,
+    StepAttention,
     Store,
-    attend_recorded,
-    attend_token,
-    attend_tokens,
+    attend_step,
     begin_forward,
     check_finite,
     hide_tokens,
@@ -278,22 +274,13 @@ class DiffKVLayer(CacheLayerMixin):
         self._hide(key, value, valid, shown)
         store, tokens = self.store, key.shape[2]
         given, query = query.dtype, query.to(key.dtype)
-        inputs = (store, self.slot, query, key, value)
-        shared = None
         with torch.no_grad():
-            if self.readers:
-                shared = self._share(key, value, valid, mask)
-                output = shared.attend(query, False, softmax)
-            elif store.recording:
-                output = attend_recorded(store, self.slot, Recorded(key, value, valid, mask, (Read(query, softmax),)))
-            elif tokens == 1 and self.seen > 1:
-                output = attend_token(*inputs, softmax, None if valid is None else valid[:, 0])
-            else:
-                output = attend_tokens(*inputs, softmax, valid, mask)
+            new = self._new_tokens(key, value, valid, mask)
+            output = new.attend(query, softmax, last=not self.readers)
         if store.padding.length < self.seen:
             store.padding.append(tokens, valid)
-        if shared is not None:
-            self.awaited, self.stores.awaited = AwaitedTokens(key.shape, shared, self.readers), self.index
+        if self.readers:
+            self.awaited, self.stores.awaited = AwaitedTokens(key.shape, new, self.readers), self.index
         return output.to(given)
 
     def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
@@ -327,16 +314,16 @@ class DiffKVLayer(CacheLayerMixin):
         check_finite(store, key, value, valid)
         hide_tokens(store, shown)
 
-    def _share(
+    def _new_tokens(
         self, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
-    ) -> SharedStep | SharedTokens | SharedRecording:
-        """Wraps new tokens that later layers also read. Raises `ValueError` if keys or values are not finite."""
+    ) -> PromptAttention | StepAttention | RecordedAttention:
+        """Hands new tokens to the store. Raises `ValueError` if keys or values are not finite."""
         inputs = (self.store, self.slot, key, value)
         if self.store.recording:
-            return SharedRecording(*inputs, valid, mask, self.readers)
+            return RecordedAttention(*inputs, valid, mask, self.readers)
         if key.shape[2] == 1 and self.seen > 1:
-            return SharedStep(*inputs, None if valid is None else valid[:, 0])
-        return SharedTokens(*inputs, valid, mask)
+            return StepAttention(*inputs, None if valid is None else valid[:, 0])
+        return PromptAttention(*inputs, valid, mask)
 
     def done(self) -> None:
         """Ends the forward if all layers have their tokens."""
@@ -370,7 +357,7 @@ class DiffKVLayer(CacheLayerMixin):
             return query.new_zeros(*query.shape[:3], value.shape[3])
         valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
         inputs = (query.to(key.dtype), key, value)
-        return attend_token(self.store, self.slot, *inputs, softmax, valid).to(query.dtype)
+        return attend_step(self.store, self.slot, *inputs, softmax, valid).to(query.dtype)
 
     def read(self, query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
         """Attends for a later layer that reads the keys and values of this one.
@@ -405,7 +392,7 @@ class DiffKVLayer(CacheLayerMixin):
                 if last:
                     self.awaited = self.stores.awaited = None
                 with torch.no_grad():
-                    return awaited.tokens.attend(query.to(self.store.dtype), last, softmax).to(query.dtype)
+                    return awaited.tokens.attend(query.to(self.store.dtype), softmax, last).to(query.dtype)
         except BaseException:
             self.give_up()
             raise

@@ -33,7 +33,7 @@ class Placement:
         window: number of tokens that a window holds besides sinks.
         limit: largest magnitude of a stored element; with a rotation, largest norm of a token.
         rotation: rotations of keys and values; None leaves the channels unchanged.
-        centers: whether to fix the offset of rows whose first token leaves the window (store/forms.py).
+        centers: whether to fix the offset of rows whose first token leaves the window (store/transform.py).
         feedback: matrices by which quantised keys are rounded (ops/rounding), [batch * heads, key_dim, key_dim]; None
             rounds each element to the nearest code.
     """

@@ -23,7 +23,7 @@ class Softmax:
 
 
 @dataclass
-class Held:
+class SharedAttention:
     """Accumulator of the attention to the same tokens by several layers, whose query heads count as one group.
 
     Attributes:

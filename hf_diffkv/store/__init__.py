@@ -2,29 +2,27 @@
 
 from .compaction import settle
 from .copies import drop_unused_layers, fork_store, move_rows, prepare_rows, select_rows
-from .decode import SharedStep, attend_token
-from .forms import check_finite
+from .decode import StepAttention, attend_step
 from .hide import hide_tokens
-from .prompt import attend_tokens
+from .prompt import PromptAttention, attend_prompt
 from .read import Payload, check_integrity, levels, payload, read_tokens
-from .readers import SharedTokens
 from .recorded import Read, Recorded
-from .rollback import SharedRecording, attend_recorded, commit
+from .rollback import RecordedAttention, commit
 from .state import KVHeads, Store
 from .step import begin_forward, withdraw
+from .transform import check_finite
 
 __all__ = [
     "KVHeads",
     "Payload",
     "Read",
     "Recorded",
-    "SharedRecording",
-    "SharedStep",
-    "SharedTokens",
+    "RecordedAttention",
+    "StepAttention",
+    "PromptAttention",
     "Store",
-    "attend_recorded",
-    "attend_token",
-    "attend_tokens",
+    "attend_prompt",
+    "attend_step",
     "begin_forward",
     "check_finite",
     "check_integrity",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL
 from ..pages.segments import segments
 from ..policy import levels_between, mean_significance
@@ -158,7 +158,7 @@ def no_tokens(store: Store) -> NewTokens:
     """Returns an empty set of new tokens."""
     none = torch.zeros(0, dtype=torch.int64, device=store.device)
     score = torch.zeros(0, device=store.device)
-    return NewTokens.of(none, Given(score.view(0, 1), score.view(0, 1)), score, none)
+    return NewTokens.of(none, DenseTokens(score.view(0, 1), score.view(0, 1)), score, none)
 
 
 def _relative(store: Store, tokens: StoredTokens, tier: int, length: Tensor) -> Tensor:

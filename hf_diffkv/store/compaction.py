@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..policy import StepRows, relative_thresholds
-from .forms import center_rows
 from .state import Store
+from .transform import center_rows
 
 
 def settle(store: Store) -> None:

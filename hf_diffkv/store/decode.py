@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..ops.softmax import Held, Softmax
-from .forms import model_form, query_form, stored_form
+from ..ops.softmax import SharedAttention, Softmax
 from .state import Store
+from .transform import model_form, query_form, stored_form
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SCRATCH_TOKENS = 1024
 
 
-def attend_token(
+def attend_step(
     store: Store,
     layer: int,
     query: Tensor,
@@ -36,24 +36,11 @@ def attend_token(
     Returns:
         Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    store.note_logits(layer, softmax)
-    bounds = store.bounds(layer)
-    return store.ops.append_and_attend(
-        query,
-        key,
-        value,
-        store.rows(layer),
-        softmax,
-        rotation=store.rotation,
-        limit=store.value_limit,
-        bounds=bounds,
-        valid=valid,
-        scratch=prepare_scratch(store, query[:, :, 0], bounds.max_tokens),
-    )
+    return StepAttention(store, layer, key, value, valid).attend(query, softmax)
 
 
 def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-    """Stores the newest token of every request; arguments as in `attend_token`."""
+    """Stores the newest token of every request; arguments as in `attend_step`."""
     rows, rotation = store.rows(layer), store.rotation
     options = {"limit": store.value_limit, "valid": valid}
     if rotation is None:
@@ -69,14 +56,14 @@ def attend_newest(
     query: Tensor,
     softmax: Softmax,
     valid: Tensor | None = None,
-    held: Held | None = None,
+    held: SharedAttention | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request, which `append` has stored, and updates the sums.
 
     Args:
         query: query states in the store's form (`query_form`), [batch, query_heads, 1, key_dim].
         held: accumulator that joins the sums of several layers attending to the same tokens; None for one layer.
-            Other arguments as in `attend_token`.
+            Other arguments as in `attend_step`.
 
     Returns:
         Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
@@ -90,23 +77,50 @@ def attend_newest(
     return model_form(store, output[None])[0][:, :, None]
 
 
-class SharedStep:
-    """One generated token per request that several layers attend to (readers.py). Arguments as in `attend_token`."""
+class StepAttention:
+    """One new token per request, to which a layer and perhaps later ones attend. Arguments as in `attend_step`."""
 
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-        self._store, self._layer, self._valid = store, layer, valid
-        self._held = Held()
-        append(store, layer, key, value, valid)
+        self._store, self._layer, self._key, self._value, self._valid = store, layer, key, value, valid
+        # the attention of several layers, once the token is appended for the first of them
+        self._held: SharedAttention | None = None
 
-    def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
-        """Returns one layer's attention output, as `attend_token` does.
+    def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
+        """Returns one layer's attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
 
         Args:
-            last: True if no further layer reads these tokens.
+            query: query states, [batch, query_heads, 1, key_dim].
+            last: whether no further layer reads these tokens.
         """
+        store, layer = self._store, self._layer
+        if last and self._held is None:
+            return self._append_and_attend(query, softmax)
+        self.append()
         self._held.last = last
-        query = query_form(self._store, query)
-        return attend_newest(self._store, self._layer, query, softmax, self._valid, self._held)
+        return attend_newest(store, layer, query_form(store, query), softmax, self._valid, self._held)
+
+    def append(self) -> None:
+        """Stores the token now, unless it is stored; else the first `attend` stores it."""
+        if self._held is None:
+            append(self._store, self._layer, self._key, self._value, self._valid)
+            self._held = SharedAttention()
+
+    def _append_and_attend(self, query: Tensor, softmax: Softmax) -> Tensor:
+        store, layer = self._store, self._layer
+        store.note_logits(layer, softmax)
+        bounds = store.bounds(layer)
+        return store.ops.append_and_attend(
+            query,
+            self._key,
+            self._value,
+            store.rows(layer),
+            softmax,
+            rotation=store.rotation,
+            limit=store.value_limit,
+            bounds=bounds,
+            valid=self._valid,
+            scratch=prepare_scratch(store, query[:, :, 0], bounds.max_tokens),
+        )
 
 
 def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:

@@ -16,8 +16,8 @@ from ..pages import HIGH
 from ..pages.segments import segments
 from .budget import no_tokens
 from .copies import make_private
-from .forms import held_tokens, slots_of
 from .state import Store
+from .transform import held_tokens, slots_of
 
 
 def hide_tokens(store: Store, shown: Tensor) -> None:

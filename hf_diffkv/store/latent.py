@@ -19,54 +19,67 @@ from ..ops.prefill_attention.reference import dense_tokens
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
 from ..pages import EarlierTokens
-from .forms import Entering, model_form, model_keys
-from .prompt import Past, compress
+from .prompt import StoredPast, compress
 from .state import Store
+from .transform import NewPrompt, model_form, model_keys
 
 # turns latents and rotary keys, [batch, 1, tokens, dim], into keys and values of all heads, [batch, heads, tokens, dim]
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def attend_expanded(
-    store: Store,
-    layer: int,
-    query: Tensor,
-    new: tuple[Tensor, Tensor],
-    softmax: Softmax,
-    expand: Expand,
-    valid: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Attends from new tokens over keys and values expanded from latents, then compresses the layer.
+class ExpandedAttention:
+    """New tokens that attend over keys and values expanded from latents, and are then compressed.
 
-    The expanded tensors of the layer's past and of the new tokens exist during this call only.
+    The expanded tensors of the layer's past and of the new tokens exist during `attend` only.
 
     Args:
         layer: index of the layer within the store.
-        query: query states of the model, [batch, query_heads, tokens, head_dim].
-        new: rotary keys and latents of the new tokens, [batch, 1, tokens, dim] each.
-        softmax, valid, mask: as in `attend_tokens`.
-
-    Returns:
-        Attention output of the model, [batch, query_heads, tokens, value_dim].
+        rope, latent: rotary keys and latents of the new tokens, [batch, 1, tokens, dim].
+        expand: how to expand latents.
+        valid, mask: as in `PromptAttention`.
 
     Raises:
-        ValueError, MemoryError: as in `attend_tokens`.
+        ValueError: keys or values are not finite.
     """
-    rope, latent = new
-    entering = Entering.checked(store, layer, rope, latent, valid)
-    past = Past.read(store, layer, entering)
-    store.note_logits(layer, softmax)
-    options = {"valid": valid, "mask": mask, "observed": store.observation_window if store.layout.selects else 0}
-    key, value = expand(latent, rope)
-    earlier = _expanded(store, layer, past.earlier, expand)
-    # keys and values of all heads, which kernels have
-    prefill_attention = ops_for(store.device, store.dtype).prefill_attention
-    output, received = prefill_attention(query, key, value, softmax, past=earlier, **options)
-    # a token's significance is the maximum over the heads that read it
-    received = None if received is None else received.amax(1, keepdim=True).float()
-    compress(store, layer, past, entering, received, None)
-    return output
+
+    def __init__(
+        self,
+        store: Store,
+        layer: int,
+        rope: Tensor,
+        latent: Tensor,
+        expand: Expand,
+        valid: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        self._store, self._layer, self._expand, self._mask = store, layer, expand, mask
+        self._new = NewPrompt.checked(store, layer, rope, latent, valid)
+        self._dense = rope, latent
+
+    def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
+        """Returns attention output of the model, [batch, query_heads, tokens, value_dim].
+
+        Args:
+            query: query states of the model, [batch, query_heads, tokens, head_dim].
+            last: unused; no later layer reads latents.
+
+        Raises:
+            MemoryError: the tokens do not fit.
+        """
+        store, layer, (rope, latent) = self._store, self._layer, self._dense
+        past = StoredPast.read(store, layer, self._new)
+        store.note_logits(layer, softmax)
+        key, value = self._expand(latent, rope)
+        earlier = _expanded(store, layer, past.earlier, self._expand)
+        observed = store.observation_window if store.layout.selects else 0
+        options = {"valid": self._new.valid, "mask": self._mask, "observed": observed}
+        # keys and values of all heads, for which there are kernels
+        prefill_attention = ops_for(store.device, store.dtype).prefill_attention
+        output, received = prefill_attention(query, key, value, softmax, past=earlier, **options)
+        # a token's significance is the maximum over the heads that read it
+        received = None if received is None else received.amax(1, keepdim=True).float()
+        compress(store, layer, past, self._new, received, None)
+        return output
 
 
 def _expanded(store: Store, layer: int, past: EarlierTokens, expand: Expand) -> EarlierTokens:

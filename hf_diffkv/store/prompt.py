@@ -1,25 +1,30 @@
 """Several new tokens at once: a prompt, a further turn or a chunk.
 
-Attention among the new tokens is exact. Afterwards the policy decides the levels of the whole layer.
+Attention among the new tokens is exact. Afterwards the policy decides the levels of the whole layer. A layer that reads
+the tokens of an earlier one may attend from the newest tokens only, because models drop the tokens that need no logits.
+The attention that keys received from them is scaled up to all later queries, as with `observation_window`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.latent_prompt import attend_absorbed
 from ..ops.softmax import Softmax
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens
 from ..pages.segments import score_noise, segments
 from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
-from .forms import (
-    Entering,
+from .prompt_kernels import PromptPlan, store_by_kernels
+from .state import Store
+from .transform import (
+    NewPrompt,
     PromptSource,
     check_finite,
     feedback,
@@ -29,11 +34,9 @@ from .forms import (
     query_moment,
     slots_of,
 )
-from .prompt_kernels import Forward, store_by_kernels
-from .state import Store
 
 
-def attend_tokens(
+def attend_prompt(
     store: Store,
     layer: int,
     query: Tensor,
@@ -43,29 +46,124 @@ def attend_tokens(
     valid: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attends from Q new tokens over the stored tokens and themselves, then compresses the layer.
+    """Attends from Q new tokens that no other layer reads, and compresses the layer; see `PromptAttention`.
+
+    Args:
+        query: query states, [batch, query_heads, Q, key_dim].
+
+    Returns:
+        Attention output, [batch, query_heads, Q, value_dim] in the query's dtype.
+    """
+    return PromptAttention(store, layer, key, value, valid, mask).attend(query, softmax)
+
+
+class PromptAttention:
+    """Several new tokens of a layer, to which that layer and perhaps later ones attend.
+
+    The queries of reader layers count as further query heads of the KV head: a token's sum gains the maximum over all
+    of them. The tokens are therefore compressed when the last of these layers has attended.
 
     Args:
         layer: index of the layer within the store.
-        query: query states, [batch, query_heads, Q, key_dim].
         key, value: key and value states, [batch, heads, Q, dim].
         valid: True for real tokens, bool [batch, Q]; None if all are.
         mask: attention mask among the new tokens, bool [batch, 1, Q, Q]; None is causal.
 
-    Returns:
-        Attention output, [batch, query_heads, Q, value_dim] in the query's dtype.
-
     Raises:
-        ValueError: keys or values are not finite; nothing has changed. With `Store.enters_at_once` it is raised by the
-            next look at the device instead.
-        MemoryError: the compressed tokens do not fit; this layer is unchanged.
+        ValueError: keys or values are not finite; nothing has changed. With `Store.stores_by_kernel` it is raised by
+            the next look at the device instead.
     """
-    new = Entering.checked(store, layer, key, value, valid)
-    past = Past.read(store, layer, new)
-    options = {"valid": valid, "mask": mask, "observed": store.observation_window}
-    output, received = attend_beside(store, layer, past.earlier, query, *new.beside(past.earlier), softmax, **options)
-    compress(store, layer, past, new, received, query_moment(store, query, valid))
-    return output
+
+    def __init__(
+        self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
+    ) -> None:
+        self._store, self._layer = store, layer
+        self._new, self._mask = NewPrompt.checked(store, layer, key, value, valid), mask
+        self._received: Tensor | None = None
+        self._moment: Tensor | None = None
+
+    def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
+        """Attends over the stored tokens and the new ones, and compresses the layer after the last reader.
+
+        Args:
+            query: query states of all tokens or of the newest ones, [batch, query_heads, n, key_dim].
+            last: whether no further layer reads these tokens.
+
+        Returns:
+            Attention output, [batch, query_heads, n, value_dim] in the query's dtype.
+
+        Raises:
+            MemoryError: the compressed tokens do not fit; this layer is unchanged.
+        """
+        store, layer = self._store, self._layer
+        past = StoredPast.read(store, layer, self._new)
+        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
+        if received is not None:
+            self._received = received if self._received is None else torch.maximum(self._received, received)
+        moment = query_moment(store, query, self._new.valid)
+        self._moment = moment if self._moment is None else self._moment + moment
+        if last:
+            compress(store, layer, past, self._new, self._received, self._moment)
+        return output
+
+
+def attend_from_newest(
+    store: Store, layer: int, past: StoredPast, query: Tensor, new: NewPrompt, mask: Tensor | None, softmax: Softmax
+) -> tuple[Tensor, Tensor | None]:
+    """Attends from the newest n of the Q new tokens over a layer's past and all new tokens; changes nothing.
+
+    Args:
+        query: query states, [batch, query_heads, n, key_dim]. With n < Q, all n must see the same earlier tokens.
+        mask: attention mask among the new tokens, bool [batch, 1, Q, Q]; None is causal.
+
+    Returns:
+        The attention output, [batch, query_heads, n, value_dim], and the attention each key received, as
+        `attend_beside` returns it.
+    """
+    (key, value), valid = new.beside(past.earlier), new.valid
+    earlier = key.shape[2] - query.shape[2]
+    if earlier == 0:
+        options = {"valid": valid, "mask": mask, "observed": store.observation_window}
+        return attend_beside(store, layer, past.earlier, query, key, value, softmax, **options)
+    shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
+    shown = shown if valid is None else shown & valid[:, :earlier]
+    shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
+    exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
+    before = replace(past.earlier, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
+    output, received = attend_beside(
+        store,
+        layer,
+        before,
+        query,
+        key[:, :, earlier:],
+        value[:, :, earlier:],
+        softmax,
+        valid=None if valid is None else valid[:, earlier:],
+        mask=None if mask is None else mask[..., earlier:, earlier:],
+        observed=store.observation_window,
+    )
+    if received is not None:
+        received = received * _later_share(valid, key, earlier, received.shape[-1])[:, None]
+    return output, received
+
+
+def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:
+    """Returns, for each key, the ratio of all later queries to those that attended.
+
+    The queries that attended are those after the first `earlier` new tokens.
+
+    Returns:
+        Ratio of each of the P + Q keys, float32 [batch, P + Q].
+    """
+    if valid is None:
+        valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    later = valid.flip(-1).cumsum(-1).flip(-1) - valid.long()
+    there = valid[:, earlier:].sum(-1, keepdim=True)
+    follow = torch.cat([valid.sum(-1, keepdim=True).expand(-1, columns - key.shape[2]), later], dim=-1)
+    share = follow.float() / there.clamp(min=1).float()
+    # for these keys, all later queries attended
+    share[:, columns - key.shape[2] + earlier :] = 1.0
+    return share
 
 
 def attend_beside(
@@ -82,7 +180,7 @@ def attend_beside(
 
     Args:
         query: query states of the model, [batch, query_heads, Q, key_dim].
-        key, value: keys and values from `Entering.beside`, [batch, heads, Q, dim].
+        key, value: keys and values from `NewPrompt.beside`, [batch, heads, Q, dim].
 
     Returns:
         The attention output, and the attention each key received, float32 [batch, heads, P + Q]; the latter is None if
@@ -98,7 +196,7 @@ def attend_beside(
     return output if past.rows is None else model_form(store, output), received
 
 
-class Past:
+class StoredPast:
     """A layer's tokens before a forward, and the rank of each within its row."""
 
     def __init__(self) -> None:
@@ -108,11 +206,11 @@ class Past:
         self.ranks: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
-    def read(cls, store: Store, layer: int, new: Entering) -> Past:
+    def read(cls, store: Store, layer: int, new: NewPrompt) -> StoredPast:
         """Reads the layer's state before `new` is stored."""
         past = cls()
-        if store.enters_at_once:
-            longest = Forward.of(store, layer, new).longest[layer]
+        if store.stores_by_kernel:
+            longest = PromptPlan.of(store, layer, new).longest[layer]
         else:
             longest = past.find_tokens(store, layer)
         if longest > 0:
@@ -163,7 +261,7 @@ def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tens
 
 
 def compress(
-    store: Store, layer: int, past: Past, new: Entering, received: Tensor | None, moment: Tensor | None
+    store: Store, layer: int, past: StoredPast, new: NewPrompt, received: Tensor | None, moment: Tensor | None
 ) -> None:
     """Updates the sums and decides the levels of new and earlier tokens.
 
@@ -174,7 +272,7 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
-    if store.enters_at_once:
+    if store.stores_by_kernel:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return
         check_finite(store, new.key, new.value, new.valid)
@@ -223,7 +321,7 @@ def compress(
     store.forget_bounds()
 
 
-def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
+def _write_scores(store: Store, past: StoredPast, scores: list[Tensor], length: Tensor | None = None) -> None:
     """Writes the significance sums of stored tokens.
 
     Args:
@@ -239,7 +337,7 @@ def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor
 def _candidates(
     store: Store,
     layer: int,
-    past: Past,
+    past: StoredPast,
     source: PromptSource,
     valid: Tensor | None,
     offset: Tensor | None,
@@ -250,7 +348,7 @@ def _candidates(
 
     Args:
         source: the new tokens.
-        offset: new key offset of all rows, as `Entering.stored` returns it.
+        offset: new key offset of all rows, as `NewPrompt.stored` returns it.
         received: attention received by each key, [rows, P + Q]; None if sums do not grow.
     """
     heads, new_count = store.num_heads, source.key.shape[2]
@@ -262,7 +360,7 @@ def _candidates(
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
-    window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
+    window = NewTokens.of(past.window_row, DenseTokens(held_key, held_value), score, past.window_token)
     if valid is None:
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
     position = old_length[:, None] + valid.cumsum(-1) - 1

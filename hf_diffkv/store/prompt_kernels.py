@@ -13,17 +13,19 @@ from torch import Tensor
 
 from ..ops.prompt_tokens import Placement, PromptTokens
 from ..pages.pool import FREE
-from .forms import Entering
 from .state import Store
+from .transform import NewPrompt
 
 
-def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor | None, feedback: Tensor | None) -> bool:
+def store_by_kernels(
+    store: Store, layer: int, new: NewPrompt, received: Tensor | None, feedback: Tensor | None
+) -> bool:
     """Stores a layer's new tokens; with token selection, also decides the levels of the earlier ones.
 
     Args:
         received: attention received by each key, float32 [batch, heads, P + Q], added to the sums first; None if the
             store selects no tokens.
-        feedback: matrices by which keys are rounded (`forms.feedback`), or None.
+        feedback: matrices by which keys are rounded (`transform.feedback`), or None.
 
     Returns:
         False if, with token selection, the upper bound on the pages needed is not available. The layer is unchanged,
@@ -32,7 +34,7 @@ def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor |
     Raises:
         MemoryError: without token selection, the tokens do not fit; the layer is unchanged.
     """
-    forward = Forward.of(store, layer, new)
+    forward = PromptPlan.of(store, layer, new)
     try:
         forward.provide(store, layer)
     except MemoryError:
@@ -60,7 +62,7 @@ def pages_of(tokens: np.ndarray, capacity: int | np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class Forward:
+class PromptPlan:
     """Counts and bounds that the host has for a store's layers in a forward of several tokens.
 
     Attributes:
@@ -89,7 +91,7 @@ class Forward:
     looked: bool = True
 
     @classmethod
-    def of(cls, store: Store, layer: int, new: Entering) -> Forward:
+    def of(cls, store: Store, layer: int, new: NewPrompt) -> PromptPlan:
         """Returns the current forward's record, read from the device if this is its first layer.
 
         Raises:
@@ -102,7 +104,7 @@ class Forward:
         return store.forward
 
     @classmethod
-    def read(cls, store: Store, tokens: int, valid: Tensor | None) -> Forward:
+    def read(cls, store: Store, tokens: int, valid: Tensor | None) -> PromptPlan:
         rank = count = None
         if valid is not None:
             rank = torch.where(valid, valid.cumsum(-1, dtype=torch.int32) - 1, -1).to(torch.int32)

@@ -12,8 +12,8 @@ from ..ops.compact import stored_tokens, token_positions
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, column
 from ..pages.segments import segments
 from .compaction import settle
-from .forms import exact_tokens, held_count, model_form, model_keys
 from .state import Store
+from .transform import exact_tokens, held_count, model_form, model_keys
 
 
 class IntegrityError(RuntimeError):

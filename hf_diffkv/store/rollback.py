@@ -14,52 +14,33 @@ from torch import Tensor
 
 from ..ops.softmax import Softmax
 from .copies import make_private
-from .decode import SharedStep
-from .forms import Entering, check_finite
-from .prompt import Past, attend_beside
-from .readers import SharedTokens, attend_from_newest
+from .decode import StepAttention
+from .prompt import PromptAttention, StoredPast, attend_from_newest
 from .recorded import Read, Recorded
 from .state import Store
 from .step import prepare_step
+from .transform import NewPrompt, check_finite
 
 # tokens that can be cropped; the earlier tokens of a longer forward are stored at once
 ROLLBACK_TOKENS = 256
 
 
-def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
-    """Attends from new tokens over the stored tokens, the recorded ones and themselves, and records the new tokens.
+def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, NewPrompt, StoredPast]:
+    """Returns the recorded tokens followed by `new`, the same tokens as `NewPrompt`, and the stored past."""
+    before = store.recorded[layer]
+    together = new if before is None else before.followed_by(new)
+    entering = NewPrompt(store, layer, together.key, together.value, together.valid)
+    return together, entering, StoredPast.read(store, layer, entering)
 
-    Returns:
-        Attention output, [batch, query_heads, tokens, value_dim] in the query's dtype.
+
+class RecordedAttention:
+    """New tokens that may still be cropped, to which a layer and perhaps later ones attend.
+
+    Args:
+        readers: number of layers besides the first one. Other arguments as in `PromptAttention`.
 
     Raises:
         ValueError: keys or values are not finite; nothing has changed.
-    """
-    check_finite(store, new.key, new.value, new.valid)
-    if layer == 0:
-        store.check_budget(new.bytes * store.num_layers)
-    together, entering, past = _after_recorded(store, layer, new)
-    (read,) = together.reads
-    key, value = entering.beside(past.earlier)
-    options = {"valid": together.valid, "mask": together.mask}
-    output, _ = attend_beside(store, layer, past.earlier, read.query, key, value, read.softmax, **options)
-    _keep(store, layer, together)
-    return output[:, :, output.shape[2] - new.tokens :]
-
-
-def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, Entering, Past]:
-    """Returns the recorded tokens followed by `new`, the same tokens as `Entering`, and the stored past."""
-    before = store.recorded[layer]
-    together = new if before is None else before.followed_by(new)
-    entering = Entering(store, layer, together.key, together.value, together.valid)
-    return together, entering, Past.read(store, layer, entering)
-
-
-class SharedRecording:
-    """Recorded tokens that several layers attend to. Arguments and errors as in `attend_recorded`.
-
-    Args:
-        readers: number of layers besides the first one.
     """
 
     def __init__(
@@ -76,19 +57,21 @@ class SharedRecording:
         self._store, self._layer, self._readers = store, layer, readers
         self._new = Recorded(key, value, valid, mask, ())
 
-    def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
+    def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
         """Returns one layer's attention output, from all tokens or the newest ones; records them after the last."""
         store, layer = self._store, self._layer
         first = not self._new.reads
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
-        if first:
+        if first and (layer == 0 or self._readers):
             later = self._readers * query.numel() * query.element_size()
             store.check_budget(later + self._new.bytes * (store.num_layers if layer == 0 else 0))
         together, entering, past = _after_recorded(store, layer, self._new)
-        output, _ = attend_from_newest(store, layer, past, query, entering, together.mask, softmax)
+        # without readers the queries of all recorded tokens are here, so that each may see other tokens
+        asked = query if self._readers else together.reads[0].query
+        output, _ = attend_from_newest(store, layer, past, asked, entering, together.mask, softmax)
         if last:
             _keep(store, layer, together)
-        return output
+        return output[:, :, output.shape[2] - query.shape[2] :]
 
 
 def _keep(store: Store, layer: int, together: Recorded) -> None:
@@ -134,10 +117,12 @@ def commit(store: Store, rejected: int) -> None:
 def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) -> None:
     if generation_step:
         valid = None if recorded.valid is None else recorded.valid[:, 0]
-        shared = SharedStep(store, layer, recorded.key, recorded.value, valid)
+        shared = StepAttention(store, layer, recorded.key, recorded.value, valid)
+        # by itself even for one layer: its rounding decides what saved caches hold
+        shared.append()
     else:
-        shared = SharedTokens(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
+        shared = PromptAttention(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
     # a reader may have queries of rejected tokens only
     reads = [read for read in recorded.reads if read.query.shape[2]]
     for read in reads:
-        shared.attend(read.query, last=read is reads[-1], softmax=read.softmax)
+        shared.attend(read.query, read.softmax, read is reads[-1])

@@ -341,7 +341,7 @@ class Store:
         return self._ops
 
     @property
-    def enters_at_once(self) -> bool:
+    def stores_by_kernel(self) -> bool:
         """Whether kernels store a prompt directly: there is no token selection, or thresholds alone decide it."""
         if self.ops.backend != KERNELS or type(self.pool) is not PagePool:
             return False

@@ -14,9 +14,12 @@ from ..pages.pool import FREE
 from .budget import make_room
 from .compaction import settle
 from .copies import make_private
-from .forms import is_whole
 from .prompt_kernels import pages_of
 from .state import Store
+from .transform import is_whole
+
+# steps whose compaction may be pending when the host looks at the device
+PENDING_STEPS = 1
 
 
 def begin_forward(store: Store, tokens: int) -> None:
@@ -30,7 +33,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     store.check_positions(tokens)
     settle(store)
     store.forward = None
-    if tokens > 1 and not store.enters_at_once:
+    if tokens > 1 and not store.stores_by_kernel:
         store.check_values()
     if _generates(store, tokens):
         prepare_step(store)
@@ -69,7 +72,7 @@ def refresh_if_due(store: Store) -> None:
 
 def refresh(store: Store) -> None:
     """Makes room for the next `refresh_steps` steps. Reads the device once, and once more if the pool grows."""
-    lookahead = store.refresh_steps + 1
+    lookahead = store.refresh_steps + PENDING_STEPS
     has_low = store.may_lower()
     # whether the first token of some row can leave its window before the next refresh
     leaves = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()

@@ -246,7 +246,7 @@ def test_a_reader_with_another_mask_is_noticed() -> None:
 def test_a_reader_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     run = started(model, LENGTHS, CONFIG)
-    monkeypatch.setattr("hf_diffkv.store.readers.compress", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+    monkeypatch.setattr("hf_diffkv.store.prompt.compress", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):
         run.feed(tokens(3, 5))
     monkeypatch.undo()

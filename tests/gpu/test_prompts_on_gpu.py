@@ -13,7 +13,7 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import attend_prompt, begin_forward, check_integrity, read_tokens
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -55,7 +55,7 @@ def by_both(
                     )
                     inputs = (spread * query, key, value)
                     with no_waits(backend == "kernels" and layer > 0):
-                        output = attend_tokens(
+                        output = attend_prompt(
                             store, layer, *inputs, softmax=Softmax(dim**-0.5), valid=valid if turn == 0 else None
                         )
                 outputs.append(output[0])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_diffkv.native.library import CorruptMemoryError
 from hf_diffkv.ops.decode_attention import native, reference
-from hf_diffkv.ops.softmax import Held, Softmax
+from hf_diffkv.ops.softmax import SharedAttention, Softmax
 from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
@@ -95,7 +95,7 @@ def test_several_layers_join_what_tokens_receive(threads, dtype: torch.dtype) ->
     case = NativeCase([5, 0, 917], [9, 33, 40], [1, 4, 5], dtype=dtype)
     twin = NativeCase([5, 0, 917], [9, 33, 40], [1, 4, 5], dtype=dtype)
     other = case.query.flip(1) * 2
-    mine, theirs = Held(), Held()
+    mine, theirs = SharedAttention(), SharedAttention()
     for last, query in ((False, case.query), (False, other), (True, case.query * 0.5)):
         mine.last = theirs.last = last
         softmax = Softmax(case.scaling)

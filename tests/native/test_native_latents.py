@@ -10,7 +10,7 @@ from hf_diffkv import DiffKVConfig
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import KVHeads, Store, attend_token, attend_tokens, begin_forward, read_tokens
+from hf_diffkv.store import KVHeads, Store, attend_prompt, attend_step, begin_forward, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 SCALING = 0.2
@@ -42,14 +42,14 @@ def run(
         assert store.ops.backend == backend
         begin_forward(store, prompt)
         parts = (query[:, :, :prompt], rope[:, :, :prompt], latent[:, :, :prompt])
-        attend_tokens(store, 0, *parts, softmax, valid)
+        attend_prompt(store, 0, *parts, softmax, valid)
         store.padding.append(prompt, valid)
         for token in range(prompt, prompt + steps):
             # what the step attends to: after it, the oldest token of the window is compressed
             before = read_tokens(store, 0)
             begin_forward(store, 1)
             parts = (tensor[:, :, token : token + 1] for tensor in (query, rope, latent))
-            outputs.append(attend_token(store, 0, *parts, softmax))
+            outputs.append(attend_step(store, 0, *parts, softmax))
             store.padding.append(1, None)
     return outputs, before, store
 
@@ -148,4 +148,4 @@ def test_queries_of_other_dims_are_refused() -> None:
     begin_forward(store, 1)
     rope, latent, query = (tensor[:, :, :1] for tensor in states)
     with pytest.raises(ValueError, match="48 if it is absorbed"):
-        attend_token(store, 0, query[..., :40], rope, latent, Softmax(SCALING))
+        attend_step(store, 0, query[..., :40], rope, latent, Softmax(SCALING))

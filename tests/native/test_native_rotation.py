@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_token, attend_tokens, begin_forward, read_tokens
+from hf_diffkv.store import attend_prompt, attend_step, begin_forward, read_tokens
 from hf_diffkv.store.step import refresh
 
 pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
@@ -56,7 +56,7 @@ class Case:
         store.padding.append(tokens, None)
         prompt = self.tokens(heads, group, tokens, seed=0)
         with use_backend("reference"):
-            attend_tokens(store, 0, *prompt, Softmax(self.scaling))
+            attend_prompt(store, 0, *prompt, Softmax(self.scaling))
         self.query, self.key, self.value = self.tokens(heads, group, 1, seed=9)
         begin_forward(store, 1)
         store.padding.append(1, None)
@@ -73,7 +73,7 @@ class Case:
 
     def run(self, valid: Tensor | None = None, **options: Any) -> Tensor:
         softmax = Softmax(self.scaling, **options)
-        return attend_token(self.store, 0, self.query, self.key, self.value, softmax, valid)
+        return attend_step(self.store, 0, self.query, self.key, self.value, softmax, valid)
 
     def entered(self) -> tuple[Tensor, Tensor]:
         # behind the sinks' slots the window is a ring

@@ -11,7 +11,7 @@ import torch
 from hand_pages import HandStore, read_token, write_token
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.compact import Given, NewTokens, rewrite_rows, stored_tokens
+from hf_diffkv.ops.compact import DenseTokens, NewTokens, rewrite_rows, stored_tokens
 from hf_diffkv.ops.compact.reference import compact_step
 from hf_diffkv.ops.table import ops_for_rows
 from hf_diffkv.ops.tiles import Bounds, build_tiles
@@ -273,7 +273,7 @@ def _new_tokens(tokens: list[tuple[int, Token]]) -> NewTokens:
     key, value = np.array([(t.key, t.value) for _, t in tokens]).reshape(-1, 2, DIM).swapaxes(0, 1)
     return NewTokens.of(
         torch.tensor([row for row, _ in tokens], dtype=torch.int64),
-        Given(torch.tensor(key, dtype=DTYPE), torch.tensor(value, dtype=DTYPE)),
+        DenseTokens(torch.tensor(key, dtype=DTYPE), torch.tensor(value, dtype=DTYPE)),
         torch.tensor([t.score for _, t in tokens], dtype=torch.float32),
         torch.tensor([t.position for _, t in tokens], dtype=torch.int64),
     )

@@ -14,7 +14,7 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.policy import POLICIES, Policy, register_policy
 from hf_diffkv.policy.leankv import rank_in_rows
-from hf_diffkv.store import attend_tokens, begin_forward, read_tokens
+from hf_diffkv.store import attend_prompt, begin_forward, read_tokens
 
 WINDOW_TOKENS = 12
 PLACE = (1, 5)
@@ -65,7 +65,7 @@ def test_the_example_keeps_the_ends() -> None:
     pair.store.padding.append(max(lengths), left_padding(lengths))
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, len(lengths), 3, max(lengths), 16, generator=generator, dtype=torch.float64)
-    attend_tokens(pair.store, 0, query, key, value, softmax=Softmax(0.25), valid=left_padding(lengths))
+    attend_prompt(pair.store, 0, query, key, value, softmax=Softmax(0.25), valid=left_padding(lengths))
     for row, length in enumerate(lengths):
         levels = read_tokens(pair.store, 0).levels[row, :, -length:]
         kept = (levels > PRUNED).nonzero()[:, 1].unique().tolist()

@@ -24,7 +24,7 @@ from test_decode_attention_kernel import (
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention.scratch import Scratch
-from hf_diffkv.ops.softmax import Held
+from hf_diffkv.ops.softmax import SharedAttention
 
 K8V8, K6V4, K5V3 = Precision(8, 8), Precision(6, 4), Precision(5, 3)
 K4V3, K3V2 = Precision(4, 3), Precision(3, 2)
@@ -121,7 +121,7 @@ def test_scores_joined_over_layers(emulator) -> None:
     case = make_case([[40]], [[41]], [18], key_dim=64, group=4)
     alone, joined = case.copy(), case.copy()
     attend(alone)
-    held = Held()
+    held = SharedAttention()
     attend(joined, held=held)
     assert torch.equal(joined.rows.pages, case.rows.pages)
     held.last = True

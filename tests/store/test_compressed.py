@@ -18,7 +18,7 @@ from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW
 from hf_diffkv.pages.segments import segments
-from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import attend_prompt, attend_step, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
@@ -103,9 +103,9 @@ class Pair:
         self.store.padding.append(tokens, valid)
         if tokens == 1 and not first:
             one = None if valid is None else valid[:, 0]
-            output = attend_token(self.store, 0, query, key, value, softmax, one)
+            output = attend_step(self.store, 0, query, key, value, softmax, one)
         else:
-            output = attend_tokens(self.store, 0, query, key, value, softmax, valid, options.get("mask"))
+            output = attend_prompt(self.store, 0, query, key, value, softmax, valid, options.get("mask"))
         expected = self.simulation.forward(query, key, value, valid=valid, scaling=scaling, **options)
         # float32 rounding, or one step of the output's own dtype
         tolerance = max(self.tolerance, torch.finfo(self.dtype).eps)

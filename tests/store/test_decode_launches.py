@@ -14,7 +14,7 @@ from test_compressed import left_padding
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity
+from hf_diffkv.store import attend_prompt, attend_step, begin_forward, check_integrity
 
 LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_low=0.1, window=4, center=False)
 
@@ -44,11 +44,11 @@ def test_launches_of_a_layer(config: DiffKVConfig, expected: list[str], padded: 
             for layer in range(2):
                 inputs = [torch.randn(2, heads, tokens, 16, generator=generator) for heads in (2, 1, 1)]
                 if tokens > 1:
-                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
+                    attend_prompt(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
                     continue
                 counter.launched.clear()
                 with counter:
-                    attend_token(
+                    attend_step(
                         store, layer, *inputs, softmax=Softmax(0.2), valid=None if valid is None else valid[:, 0]
                     )
                 assert [what for _, what in counter.launched] == expected

@@ -16,7 +16,7 @@ from hf_diffkv import DiffKVConfig
 from hf_diffkv.ops import rotation
 from hf_diffkv.ops.compact import rewrite
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_tokens, begin_forward
+from hf_diffkv.store import Store, attend_prompt, begin_forward
 
 HEADS, GROUP, DIM = 8, 2, 128
 TOKENS = 1536
@@ -62,7 +62,7 @@ def attend(store: Store, tokens: int, seed: int) -> tuple[int, int]:
     states = [torch.randn(shape, generator=generator).to(store.dtype).transpose(1, 2) for shape in shapes]
     begin_forward(store, tokens)
     with LiveBytes() as live:
-        output = attend_tokens(store, 0, *states, softmax=Softmax(DIM**-0.5))
+        output = attend_prompt(store, 0, *states, softmax=Softmax(DIM**-0.5))
     store.padding.append(tokens, None)
     given = sum(state.nbytes for state in states[1:])
     assert live.peak > output.nbytes

@@ -12,7 +12,15 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import SharedRecording, SharedStep, SharedTokens, begin_forward, commit, read_tokens, settle
+from hf_diffkv.store import (
+    PromptAttention,
+    RecordedAttention,
+    StepAttention,
+    begin_forward,
+    commit,
+    read_tokens,
+    settle,
+)
 
 LENGTHS = (90, 33, 1, 64)
 CONFIG = DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8)
@@ -75,12 +83,12 @@ class SharedPair(Pair):
         store.padding.append(tokens, new.valid)
         inputs = (store, 0, new.key, new.value)
         if store.recording:
-            shared = SharedRecording(*inputs, new.valid, mask, self.readers)
+            shared = RecordedAttention(*inputs, new.valid, mask, self.readers)
         elif tokens == 1 and not first:
-            shared = SharedStep(*inputs, None if new.valid is None else new.valid[:, 0])
+            shared = StepAttention(*inputs, None if new.valid is None else new.valid[:, 0])
         else:
-            shared = SharedTokens(*inputs, new.valid, mask)
-        self.outputs = [shared.attend(query, query is queries[-1], Softmax(**OPTIONS)) for query in queries]
+            shared = PromptAttention(*inputs, new.valid, mask)
+        self.outputs = [shared.attend(query, Softmax(**OPTIONS), query is queries[-1]) for query in queries]
 
     def simulate(self, new: Drawn, queries: list[Tensor], outputs: bool = True) -> None:
         self.simulation.begin(new.key, new.value, new.valid)

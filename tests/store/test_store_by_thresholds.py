@@ -15,7 +15,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import FreeList
-from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
+from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity, prompt
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 448}
 
@@ -26,7 +26,7 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     Returns:
         Layers that were levelled in the other way, in a list that grows as that happens.
     """
-    monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
+    monkeypatch.setattr(Store, "stores_by_kernel", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
         monkeypatch.setattr(
             "hf_diffkv.ops.store_by_thresholds.launch.store_by_thresholds", thresholds_oracle.store_by_thresholds
@@ -114,7 +114,7 @@ def test_few_looks_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.clear()
         begin_forward(store, tokens)
         for layer in range(32):
-            attend_tokens(store, layer, *draw(tokens), softmax=Softmax(0.25))
+            attend_prompt(store, layer, *draw(tokens), softmax=Softmax(0.25))
             if layer == 0:
                 worst, known = max(store.forward.pages), len(looks)
         assert known == 0 and 1 < len(looks) <= 10
@@ -135,7 +135,7 @@ def test_layers_whose_worst_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     before = [getattr(pair.store, name).clone() for name in ("high_count", "low_count", "length", "window_key")]
     begin_forward(pair.store, 300)
     with pytest.raises(MemoryError, match="more pages"):
-        attend_tokens(pair.store, 0, *[pair.draw(heads, 300) for heads in (4, 2, 2)], softmax=Softmax(0.25))
+        attend_prompt(pair.store, 0, *[pair.draw(heads, 300) for heads in (4, 2, 2)], softmax=Softmax(0.25))
     after = [getattr(pair.store, name) for name in ("high_count", "low_count", "length", "window_key")]
     assert all(torch.equal(*both) for both in zip(before, after))
     check_integrity(pair.store)
@@ -151,7 +151,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
         value[1, :, 3] = float("nan") if wrong else 1.0
         begin_forward(store, 12)
         with use_backend("reference"):
-            attend_tokens(store, 0, query, key, value, softmax=Softmax(0.25))
+            attend_prompt(store, 0, query, key, value, softmax=Softmax(0.25))
         if not wrong:
             store.check_values()
     with pytest.raises(ValueError, match="NaN, infinite or beyond 32752"):

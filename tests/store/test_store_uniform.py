@@ -15,7 +15,7 @@ from test_rotated import RotatedPair, held_offset
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity
+from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity
 
 K5V3 = Precision(5, 3)
 FEW_BITS = {"high": Precision(4, 3, 2, 1), "low": Precision(4, 3, 2, 1), "sinks": 2}
@@ -30,7 +30,7 @@ def uniform(precision: Precision, **fields) -> DiffKVConfig:
 
 def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Stores tokens at once, by kernels or by their reference, while all else runs as on a CPU."""
-    monkeypatch.setattr(Store, "enters_at_once", property(lambda store: not store.layout.selects))
+    monkeypatch.setattr(Store, "stores_by_kernel", property(lambda store: not store.layout.selects))
     if how == "reference":
         monkeypatch.setattr("hf_diffkv.ops.store_uniform.launch.store_uniform", uniform_oracle.store_uniform)
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
         value[:, :, place] = bad
         valid[0, 0] = shown
         begin_forward(store, 30)
-        attend_tokens(
+        attend_prompt(
             store,
             0,
             query,

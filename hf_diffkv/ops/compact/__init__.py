@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .rewrite import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens, token_positions
+from .rewrite import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens, token_positions
 
-__all__ = ["Given", "NewTokens", "StoredTokens", "rewrite_rows", "stored_tokens", "token_positions"]
+__all__ = ["DenseTokens", "NewTokens", "StoredTokens", "rewrite_rows", "stored_tokens", "token_positions"]

@@ -36,7 +36,7 @@ class TokenSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
+class DenseTokens:
     """A source of given keys [tokens, key_dim] and values [tokens, value_dim]."""
 
     key: Tensor
@@ -205,7 +205,7 @@ def _demoted_tokens(ops: Ops, rows: LayerRows, stored: StoredTokens, demoted: Te
     key, value = ops.load_tokens(rows.pages, layout, page, slot, rows.dtype)
     view = segments(rows.pages, layout)
     score, position = view.scores(page, slot), view.positions(page, slot).long()
-    return NewTokens.of(stored.row[demoted], Given(key, value), score, position)
+    return NewTokens.of(stored.row[demoted], DenseTokens(key, value), score, position)
 
 
 def _close_holes(ops: Ops, rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:

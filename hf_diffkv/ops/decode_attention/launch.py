@@ -12,7 +12,7 @@ from ...pages import LayerRows, PageLayout
 from ..append.launch import append_rotated, append_token
 from ..rotation import Rotation
 from ..rotation_kernel import rotate
-from ..softmax import Held, Softmax
+from ..softmax import SharedAttention, Softmax
 from ..tiles import Bounds
 from .finish_kernel import finish_kernel
 from .kernels import attend_kernel
@@ -33,7 +33,7 @@ def decode_attention(
     bounds: Bounds,
     valid: Tensor | None = None,
     scratch: Scratch | None = None,
-    held: Held | None = None,
+    held: SharedAttention | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request; further arguments as in the reference.
 
@@ -113,7 +113,7 @@ def decode_attention(
     return output
 
 
-def _joining(held: Held | None, logits: Tensor) -> dict[str, bool]:
+def _joining(held: SharedAttention | None, logits: Tensor) -> dict[str, bool]:
     """Returns the constants for joining scores over several layers; creates the buffer for the first layer."""
     if held is None:
         return {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...native.library import StepBlock, address, call, set_token, step_block, unit_stride
 from ...pages import LayerRows
 from ..rotation import Rotation
-from ..softmax import Held, Softmax
+from ..softmax import SharedAttention, Softmax
 from ..tiles import Bounds
 
 
@@ -22,7 +22,7 @@ def decode_attention(
     bounds: Bounds | None = None,
     valid: Tensor | None = None,
     scratch: None = None,
-    held: Held | None = None,
+    held: SharedAttention | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request; arguments as in the reference. The bounds are not used.
 
@@ -64,7 +64,12 @@ def append_and_attend(
 
 
 def attend(
-    block: StepBlock, query: Tensor, softmax: Softmax, *, valid: Tensor | None = None, held: Held | None = None
+    block: StepBlock,
+    query: Tensor,
+    softmax: Softmax,
+    *,
+    valid: Tensor | None = None,
+    held: SharedAttention | None = None,
 ) -> Tensor:
     """Runs a block from `step_block`.
 
@@ -101,7 +106,7 @@ def attend(
     return output
 
 
-def _join(block: StepBlock, held: Held) -> None:
+def _join(block: StepBlock, held: SharedAttention) -> None:
     """Joins received attention over several layers; creates the buffer, [rows, tokens of a row], for the first."""
     block.fold, block.hold = held.received is not None, not held.last
     rows = block.batch * block.heads

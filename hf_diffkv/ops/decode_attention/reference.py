@@ -21,7 +21,7 @@ from ...pages.segments import scale_and_zero, score_noise, score_of, score_segme
 from ..append.reference import append_rotated, append_token
 from ..backend import compute_dtype
 from ..rotation import Rotation, rotate
-from ..softmax import Held, Softmax
+from ..softmax import SharedAttention, Softmax
 from ..tiles import Bounds, Tiles
 
 CHUNK_ELEMENTS = 1 << 18
@@ -38,7 +38,7 @@ def decode_attention(
     bounds: Bounds,
     valid: Tensor | None = None,
     scratch: None = None,
-    held: Held | None = None,
+    held: SharedAttention | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request, which is already in the window, and updates the sums.
 

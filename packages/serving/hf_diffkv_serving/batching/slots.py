@@ -17,8 +17,8 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store.compaction import settle
-from hf_diffkv.store.decode import attend_token
-from hf_diffkv.store.prompt import attend_tokens
+from hf_diffkv.store.decode import attend_step
+from hf_diffkv.store.prompt import attend_prompt
 from hf_diffkv.store.state import Store
 
 from .ranks import OtherPart, other_parts
@@ -394,7 +394,7 @@ class Slots:
             mine = slice(at, at + tokens)
             inputs = [tensor[:, :, mine] for tensor in (query, key, value)]
             try:
-                output[:, :, mine] = attend_tokens(part.staged[slot], place, *inputs, softmax)
+                output[:, :, mine] = attend_prompt(part.staged[slot], place, *inputs, softmax)
             except (ValueError, MemoryError) as error:
                 self.failures[slot] = error
         return output
@@ -410,7 +410,7 @@ class Slots:
             [slots, query_heads, 1, value_dim] in the query's dtype.
         """
         part, place = self._places[layer]
-        return attend_token(part.store, place, *rows, softmax, stepping)
+        return attend_step(part.store, place, *rows, softmax, stepping)
 
     def only_steps(self) -> list[int]:
         """Slots of the running forward, where each has one token after others and no key is centred."""

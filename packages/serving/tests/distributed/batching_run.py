@@ -136,7 +136,7 @@ def several_of_each(model: PreTrainedModel) -> list[list[int]]:
 
 def one_request_fails_on_one_rank(model: PreTrainedModel) -> list[tuple[str | None, int]]:
     """Error and generated tokens of each request; the second one cannot go on where the rank is 1."""
-    attend = slots_module.attend_tokens
+    attend = slots_module.attend_prompt
 
     def fails(store: Any, layer: int, query: Any, *args: Any) -> Any:
         if dist.get_rank() == 1 and query.shape[2] == 40:
@@ -144,7 +144,7 @@ def one_request_fails_on_one_rank(model: PreTrainedModel) -> list[tuple[str | No
         return attend(store, layer, query, *args)
 
     with pytest.MonkeyPatch.context() as patch, watched():
-        patch.setattr(slots_module, "attend_tokens", fails)
+        patch.setattr(slots_module, "attend_prompt", fails)
         options = ContinuousBatchingConfig(max_batch_tokens=512)
         outputs = model.generate_batch(prompts((20, 40, 60)), wanted(LOSSY, AMPLE), options)
     return [(output.error, len(output.generated_tokens)) for output in outputs.values()]

@@ -153,7 +153,7 @@ def feedback(store: Store, moment: Tensor | None) -> Tensor | None:
     return None if moment is None else store.ops.feedback_of(moment, store.key_rotation)
 
 
-class Entering:
+class NewPrompt:
     """New tokens of one layer in the model's form, converted to the store's form on demand.
 
     Args:
@@ -167,9 +167,9 @@ class Entering:
         self._beside_past: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def checked(cls, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> Entering:
+    def checked(cls, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> NewPrompt:
         """Creates the tokens after `check_finite`. Kernels that store prompts check the values themselves."""
-        if not store.enters_at_once:
+        if not store.stores_by_kernel:
             check_finite(store, key, value, valid)
         return cls(store, layer, key, value, valid)
 
