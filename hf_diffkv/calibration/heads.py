@@ -27,7 +27,7 @@ from .documents import DOCUMENT_LENGTH, POSITIONS, digest_of, documents_for
 from .kept import Kept
 from .progress import Progress
 from .queries import QuerySums
-from .replay import Replay, in_float32, watching
+from .replay import Replay, check_measurable, in_float32, watching
 from .stored import errors, geometric_mean, stored
 
 # bits of keys and of values at which errors are measured
@@ -71,6 +71,7 @@ def measure_heads(
         UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
     config_of(model)
+    check_measurable(model)
     pieces = [text] if isinstance(text, str) else text
     return measure(model, documents_for(tokenizer, pieces, length), output, quiet).sensitivity
 
