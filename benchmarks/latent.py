@@ -10,6 +10,7 @@ their quartiles. The outputs are compared first.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import platform
@@ -88,13 +89,15 @@ def spread(seconds: list[float]) -> list[float]:
 
 
 @torch.no_grad()
-def measure(layer: Layer, context: int, precision: str, turns: int) -> dict[str, Any]:
+def measure(layer: Layer, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """Times prompts and steps of all caches in turns; every turn adds one token to all of them."""
-    prompt, row = layer.inputs(0, context), {}
-    caches = {name: layer.cache(name, precision) for name in ATTENTION}
+    precision, turns, row = args.precision, args.turns, {}
+    prompt = layer.inputs(0, context)
+    caches = {name: layer.cache(name, precision) for name in (DYNAMIC, OURS)}
     outputs = {name: layer.run(name, cache, prompt) for name, cache in caches.items()}
+    caches = {DYNAMIC: caches[DYNAMIC], PLAIN: copy.deepcopy(caches[DYNAMIC]), OURS: caches[OURS]}
     prompts: dict[str, list[float]] = {DYNAMIC: [], OURS: []}
-    for _ in range(max(3, turns // 3)):
+    for _ in range(args.prompts):
         for name, seconds in prompts.items():
             fresh = layer.cache(name, precision)
             started = time.thread_time()
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 4096])
     parser.add_argument("--precision", default="K8V8")
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--prompts", type=int, default=3, help="timed prompts of each cache, two or more")
     args = parser.parse_args()
     torch.set_num_threads(1)
     hf_diffkv.register()
@@ -136,7 +140,7 @@ def main() -> None:
     about = {"dtype": args.dtype, "precision": args.precision, "turns": args.turns, "torch": torch.__version__}
     about |= {"machine": platform.processor() or platform.machine(), "instructions": instructions()}
     for context in args.contexts:
-        row = {**about, "context": context, "caches": measure(layer, context, args.precision, args.turns)}
+        row = {**about, "context": context, "caches": measure(layer, context, args)}
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         for name, found in row["caches"].items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,9 @@ def test_heads_are_not_measured(folder: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match="heads cannot be measured"):
         measure_heads(model, tokenizer, length=600)
+
+
+def test_the_example(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["latents.py", "--precision", "K16V16"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "latents.py"), run_name="__main__")
+    assert "32 of 32 tokens as with DynamicCache" in capfd.readouterr().out
