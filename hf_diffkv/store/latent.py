@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.prefill_attention import prefill_attention
@@ -60,11 +61,21 @@ def attend_expanded(
     options = {"valid": valid, "mask": mask, "observed": store.observation_window if store.layout.selects else 0}
     key, value = expand(latent, rope)
     earlier = _expanded(store, layer, past.earlier, expand)
-    output, received = prefill_attention(query, key, value, softmax, past=earlier, **options)
+    if _is_plain(store, softmax, earlier, valid, mask):
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax.scaling)
+        received = None
+    else:
+        output, received = prefill_attention(query, key, value, softmax, past=earlier, **options)
     # a token's significance is the maximum over the heads that read it
     received = None if received is None else received.amax(1, keepdim=True).float()
     compress(store, layer, past, entering, received, None)
     return output
+
+
+def _is_plain(store: Store, softmax: Softmax, past: EarlierTokens, valid: Tensor | None, mask: Tensor | None) -> bool:
+    """Returns whether PyTorch's own attention suffices, which Transformers' caches use too."""
+    given = (softmax.softcap, softmax.sinks, valid, mask)
+    return not store.layout.selects and past.tokens == 0 and all(each is None for each in given)
 
 
 def _expanded(store: Store, layer: int, past: EarlierTokens, expand: Expand) -> EarlierTokens:
