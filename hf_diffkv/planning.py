@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from .cache.supported_models import cache_layers, check_model_config
 from .compat import passing
 from .config import DiffKVConfig
+from .config.latent import latent_dims
 from .config.layers import layer_configs, possible_precisions
 from .pages import PageLayout
 
@@ -207,7 +208,10 @@ def _shapes_by_running(model: Any, text_config: Any) -> list[LayerShape] | None:
             continue
         window = getattr(layer, "sliding_window", None)
         compressed = type(layer) is DynamicLayer
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], window, compressed, fixed))
+        dims = (keys.shape[3], values.shape[3])
+        # latents stand where other models have keys, and are stored as values
+        dims = dims[::-1] if compressed and latent_dims(text_config) is not None else dims
+        shapes.append(LayerShape(keys.shape[1], *dims, window, compressed, fixed))
     return shapes
 
 
@@ -220,5 +224,9 @@ def _shapes_by_name(text_config: Any) -> list[LayerShape]:
     for layer in cache_layers(text_config):
         caches = isinstance(layer, DynamicLayer)
         window = getattr(layer, "sliding_window", None)
-        shapes.append(LayerShape(heads if caches else 0, dim, dim, window, type(layer) is DynamicLayer))
+        compressed, latent = type(layer) is DynamicLayer, latent_dims(text_config)
+        if compressed and latent is not None:
+            shapes.append(LayerShape(1, *latent, window, compressed))
+            continue
+        shapes.append(LayerShape(heads if caches else 0, dim, dim, window, compressed))
     return shapes

@@ -29,7 +29,7 @@ from .progress import Progress
 from .queries import QuerySums
 from .replay import Damage, Replay
 from .stored import errors, geometric_mean, stored
-from .watched import in_float32, watching
+from .watched import check_measurable, in_float32, watching
 
 # bits of keys and of values at which errors are measured
 MEASURED_BITS = (2, 3, 4, 5, 6, 8)
@@ -72,6 +72,7 @@ def measure_heads(
         UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
     config_of(model)
+    check_measurable(model)
     pieces = [text] if isinstance(text, str) else text
     return measure(model, documents_for(tokenizer, pieces, length), output, quiet).sensitivity
 

@@ -13,9 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.attention import diffkv_attention, diffkv_mask
+from ..cache.errors import UnsupportedModelError
 from ..cache.supported_models import cache_layers
 from ..cache.switching import set_attention
 from ..compat import attention_of, forget_attention, passing
+from ..config.latent import has_latents
 
 WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
@@ -123,8 +125,23 @@ def in_float32(model: Any) -> Iterator[None]:
             tensor.data = tensor.data.to(dtype)
 
 
+def check_measurable(model: Any) -> None:
+    """Raises `UnsupportedModelError` for a model that caches latents, whose heads are not measured."""
+    text_config = model.config.get_text_config(decoder=True)
+    if has_latents(text_config):
+        raise UnsupportedModelError(
+            f"{text_config.model_type} caches latents, one row for all heads of a layer, so its heads cannot be "
+            "measured; compare precisions with hf-diffkv verify (docs/latent.md)."
+        )
+
+
 def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:
-    """Runs a prompt in a model within `watching`. Returns all layers of its cache, and the recording ones."""
+    """Runs a prompt in a model within `watching`. Returns all layers of its cache, and the recording ones.
+
+    Raises:
+        UnsupportedModelError: the model caches latents, whose heads are not measured.
+    """
+    check_measurable(model)
     kinds = cache_layers(model.config.get_text_config(decoder=True))
     layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
     run_tokens(model, torch.tensor([list(prompt)], device=model.device), 0, Cache(layers=layers), 1)

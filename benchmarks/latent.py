@@ -1,0 +1,151 @@
+"""Time and memory of one attention layer with latents (docs/latent.md), in GLM-4.7-Flash's shape with random weights.
+
+Three ways take turns in one process with one thread: Transformers' DynamicCache, which expands all latents at every
+step; an absorbed step in plain PyTorch on exact latents; and DiffKVCache. Figures are medians of processor time with
+their quartiles. The outputs are compared first.
+
+    python benchmarks/latent.py [--dtype float32] [--contexts 512 2048 4096] [--precision K8V8] [--turns 9]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_diffkv.evaluation.peak import PeakMemory
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, Glm4MoeLiteConfig
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteAttention, Glm4MoeLiteRotaryEmbedding
+
+import hf_diffkv
+from hf_diffkv import DiffKVCache
+from hf_diffkv.cache.latent_weights import Projection
+from hf_diffkv.native.library import instructions
+
+DYNAMIC, PLAIN, OURS = "DynamicCache", "absorbed, exact latents", "DiffKV"
+ATTENTION = {DYNAMIC: "sdpa", PLAIN: "absorbed", OURS: "diffkv"}
+RESULTS = Path(__file__).parent / "results" / "latent.jsonl"
+WARM_UP = 2
+
+
+class Layer:
+    """An attention layer, and what it is given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.config, self.dtype = Glm4MoeLiteConfig(num_hidden_layers=1), dtype
+        torch.manual_seed(0)
+        self.module = Glm4MoeLiteAttention(self.config, 0).eval()
+        for parameter in self.module.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        self.module.to(dtype)
+        self.rotary = Glm4MoeLiteRotaryEmbedding(self.config)
+
+    def inputs(self, start: int, tokens: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Hidden states, and the rotary factors of the positions from `start` on."""
+        hidden = torch.randn(1, tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(start))
+        hidden = hidden.to(self.dtype)
+        return hidden, self.rotary(hidden, torch.arange(start, start + tokens)[None])
+
+    def cache(self, name: str, precision: str) -> Any:
+        if name == OURS:
+            return DiffKVCache(self.config, high=precision, metadata_bits=16, window=32)
+        return DynamicCache(config=self.config)
+
+    def run(self, name: str, cache: Any, given: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
+        """Runs the layer as a model does; prompts of the plain absorbed way are expanded as well."""
+        steps = given[0].shape[1] == 1
+        self.config._attn_implementation = ATTENTION[name] if steps or name == OURS else "sdpa"
+        if name == PLAIN and steps:
+            self.module.expand_kv = lambda latent, rope: (rope, latent)
+        try:
+            return self.module(*given, None, cache)[0]
+        finally:
+            vars(self.module).pop("expand_kv", None)
+
+
+def absorbed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attends from one token to exact latents, as Transformers' attention interface has it."""
+    projection = Projection.of(module, value)
+    rope, latent = projection.absorb(query)[0, :, 0].split([key.shape[-1], value.shape[-1]], dim=-1)
+    logits = (rope @ key[0, 0].mT + latent @ value[0, 0].mT).float() * scaling
+    output = logits.softmax(-1).to(value.dtype) @ value[0, 0]
+    return projection.values(output[None, :, None]).transpose(1, 2).contiguous(), None
+
+
+def spread(seconds: list[float]) -> list[float]:
+    """Lower quartile, median and upper quartile in milliseconds."""
+    return [round(1e3 * value, 3) for value in statistics.quantiles(seconds, n=4, method="inclusive")]
+
+
+@torch.no_grad()
+def measure(layer: Layer, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Times prompts and steps of all caches in turns; every turn adds one token to all of them."""
+    precision, turns, row = args.precision, args.turns, {}
+    prompt = layer.inputs(0, context)
+    caches = {name: layer.cache(name, precision) for name in (DYNAMIC, OURS)}
+    outputs = {name: layer.run(name, cache, prompt) for name, cache in caches.items()}
+    caches = {DYNAMIC: caches[DYNAMIC], PLAIN: copy.deepcopy(caches[DYNAMIC]), OURS: caches[OURS]}
+    prompts: dict[str, list[float]] = {DYNAMIC: [], OURS: []}
+    for _ in range(args.prompts):
+        for name, seconds in prompts.items():
+            fresh = layer.cache(name, precision)
+            started = time.thread_time()
+            layer.run(name, fresh, prompt)
+            seconds.append(time.thread_time() - started)
+    steps: dict[str, list[float]] = {name: [] for name in caches}
+    for turn in range(turns + WARM_UP):
+        given = layer.inputs(context + turn, 1)
+        for name, cache in caches.items():
+            started = time.thread_time()
+            outputs[name] = layer.run(name, cache, given)
+            if turn >= WARM_UP:
+                steps[name].append(time.thread_time() - started)
+    exact = outputs[DYNAMIC].float()
+    for name, seconds in steps.items():
+        gc.collect()
+        given, peak = layer.inputs(context + turns + WARM_UP, 1), PeakMemory(torch.device("cpu"))
+        layer.run(name, caches[name], given)
+        error = float((outputs[name].float() - exact).norm() / exact.norm())
+        row[name] = {"step_ms": spread(seconds), "step_peak_mb": round((peak.read()[1] or 0) / 2**20, 1)}
+        row[name] |= {"error": float(f"{error:.1e}")}
+        if name in prompts:
+            row[name]["prompt_ms"] = spread(prompts[name])
+    row[OURS]["stored_tokens"] = int(caches[OURS].layers[0].store.high_count.sum())
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 4096])
+    parser.add_argument("--precision", default="K8V8")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--prompts", type=int, default=3, help="timed prompts of each cache, two or more")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    hf_diffkv.register()
+    AttentionInterface.register("absorbed", absorbed)
+    layer = Layer(getattr(torch, args.dtype))
+    about = {"dtype": args.dtype, "precision": args.precision, "turns": args.turns, "torch": torch.__version__}
+    about |= {"machine": platform.processor() or platform.machine(), "instructions": instructions()}
+    for context in args.contexts:
+        row = {**about, "context": context, "caches": measure(layer, context, args)}
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        for name, found in row["caches"].items():
+            print(f"{args.dtype} {context:6d} {name:24s} {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
