@@ -27,8 +27,8 @@ from .errors import HandOverError, UnsupportedModelError
 from .latent_weights import Projection
 from .layer import LAYER_TAG, DiffKVLayer
 
-METHOD = "expand_kv"
-PARAMETERS = ["kv_nope", "k_rot"]
+EXPAND_METHOD = "expand_kv"
+EXPAND_PARAMETERS = ["kv_nope", "k_rot"]
 _wrapped = Wrapped()
 
 
@@ -43,17 +43,17 @@ def wrap_classes(text_config: Any, model: Any = None) -> None:
         UnsupportedModelError: no class of the model expands latents in the way that is known.
     """
     given = model.modules() if isinstance(model, nn.Module) else ()
-    found = {type(module) for module in given if hasattr(type(module), METHOD)}
+    found = {type(module) for module in given if hasattr(type(module), EXPAND_METHOD)}
     if not isinstance(model, nn.Module):
         found = _classes_of(text_config)
-    if not found or any(_parameters(owner) != PARAMETERS for owner in found):
+    if not found or any(_parameters(owner) != EXPAND_PARAMETERS for owner in found):
         raise UnsupportedModelError(
             f"{text_config.model_type} has latents (multi-head latent attention), but its code does not expand them in "
             "the way that Transformers' own models do, so DiffKVCache cannot be used; use DynamicCache."
         )
     for owner in found:
-        if not any(getattr(vars(base).get(METHOD), "_diffkv", False) for base in owner.__mro__):
-            _wrapped.wrap(owner, METHOD, _wrap)
+        if not any(getattr(vars(base).get(EXPAND_METHOD), "_diffkv", False) for base in owner.__mro__):
+            _wrapped.wrap(owner, EXPAND_METHOD, _wrap)
 
 
 def unwrap_classes() -> None:
@@ -99,11 +99,11 @@ def _classes_of(text_config: Any) -> set[type]:
     made = MODEL_MAPPING.get(type(text_config), None)
     made = made[0] if isinstance(made, (list, tuple)) else made
     names = vars(sys.modules[made.__module__]) if made is not None else {}
-    return {found for found in names.values() if isinstance(found, type) and METHOD in vars(found)}
+    return {found for found in names.values() if isinstance(found, type) and EXPAND_METHOD in vars(found)}
 
 
 def _parameters(owner: type) -> list[str] | None:
-    return parameters_of(inspect.unwrap(getattr(owner, METHOD)))
+    return parameters_of(inspect.unwrap(getattr(owner, EXPAND_METHOD)))
 
 
 def _wrap(original: Callable) -> Callable:
