@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_diffkv.evaluation.peak import PeakMemory
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, Glm4MoeLiteConfig
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteAttention, Glm4MoeLiteRotaryEmbedding
@@ -29,6 +28,7 @@ import hf_diffkv
 from hf_diffkv import DiffKVCache
 from hf_diffkv.cache.latent_weights import Projection
 from hf_diffkv.native.library import instructions
+from hf_diffkv.running.peak import PeakMemory
 
 DYNAMIC, PLAIN, OURS = "DynamicCache", "absorbed, exact latents", "DiffKV"
 ATTENTION = {DYNAMIC: "sdpa", PLAIN: "absorbed", OURS: "diffkv"}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_diffkv.evaluation.models import TINY_LM
 from latent_models import latent_model, text
 from transformers import CONFIG_MAPPING
 
@@ -18,6 +17,7 @@ from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.cli import main
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.planning import ModelShape
+from hf_diffkv.running.models import TINY_LM
 
 
 @pytest.fixture(scope="module")
