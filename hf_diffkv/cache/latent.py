@@ -140,7 +140,8 @@ class LatentLayer(DiffKVLayer):
 
         Raises:
             HandOverError: these are not latents.
-            ValueError, MemoryError: as in `DiffKVLayer.update`.
+            ValueError: batch size, dimensions, dtype or device differ from before.
+            MemoryError: the tokens do not fit.
         """
         if key_states.shape[1] != 1 or value_states.shape[1] != 1:
             raise HandOverError(

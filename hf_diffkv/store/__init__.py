@@ -4,11 +4,12 @@ from .compaction import settle
 from .copies import drop_unused_layers, fork_store, move_rows, prepare_rows, select_rows
 from .decode import StepAttention, attend_step
 from .hide import hide_tokens
+from .kv_heads import KVHeads
 from .prompt import PromptAttention, attend_prompt
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
 from .rollback import RecordedAttention, commit
-from .state import KVHeads, Store
+from .state import Store
 from .step import begin_forward, withdraw
 from .transform import check_finite
 

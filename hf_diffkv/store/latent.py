@@ -37,7 +37,7 @@ class ExpandedAttention:
         layer: index of the layer within the store.
         rope, latent: rotary keys and latents of the new tokens, [batch, 1, tokens, dim].
         expand: how to expand latents.
-        valid, mask: as in `PromptAttention`.
+        valid, mask: arguments of `PromptAttention`.
 
     Raises:
         ValueError: keys or values are not finite.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import is_
 from typing import TYPE_CHECKING, Any, Union
 
@@ -25,6 +25,8 @@ from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTa
 from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import make_policy
+from .host_reads import read_together
+from .kv_heads import KVHeads
 from .recorded import Recorded
 
 if TYPE_CHECKING:
@@ -36,28 +38,9 @@ FP16_RANGE = 32752.0
 LayerThreshold = Union[float, tuple[float, ...]]
 
 
-def read_together(*tensors: Tensor) -> list[np.ndarray]:
-    """Copies integer and bool tensors of one device to the host at once, as int64 arrays of the same shapes."""
-    seen = torch.cat([tensor.reshape(-1).long() for tensor in tensors]).cpu().numpy()
-    pieces = np.split(seen, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
-    return [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors)]
-
-
 def reads_are_free(device: torch.device) -> bool:
     """Returns whether the host can read `device` at every step at no cost."""
     return device.type == "cpu"
-
-
-@dataclass(frozen=True)
-class KVHeads:
-    """KV heads of a layer on one device: number, elements of a key and a value, model's dtype, `latent` (latent.py)."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    latent: bool = False
 
 
 class Padding:

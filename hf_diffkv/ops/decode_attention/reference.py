@@ -151,7 +151,7 @@ def append_and_attend(
         softmax: softmax parameters of the layer.
         rotation: rotations of keys and values, or None.
         limit: largest magnitude that can be stored.
-        bounds, valid, scratch: as in `decode_attention`.
+        bounds, valid, scratch: arguments of `decode_attention`.
 
     Returns:
         Attention output in the model's form, [batch, query_heads, 1, value_dim] in the query's dtype.

@@ -12,7 +12,8 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.config.layers import same_pages
 from hf_diffkv.pages import NULL_PAGE
 from hf_diffkv.pages.rows import ROW_STATE
-from hf_diffkv.store.state import KVHeads, Store
+from hf_diffkv.store.kv_heads import KVHeads
+from hf_diffkv.store.state import Store
 from hf_diffkv.store.step import begin_forward
 
 from .page_bounds import PageBounds

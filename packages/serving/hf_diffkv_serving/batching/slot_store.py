@@ -12,7 +12,8 @@ from hf_diffkv.pages import NULL_PAGE
 from hf_diffkv.pages.rows import ROW_STATE
 from hf_diffkv.store.compaction import settle
 from hf_diffkv.store.decode import planned_scratch, prepare_scratch
-from hf_diffkv.store.state import Padding, Store, read_together
+from hf_diffkv.store.host_reads import read_together
+from hf_diffkv.store.state import Padding, Store
 from hf_diffkv.store.step import bound_rows
 
 from .growing import GrowingTensor
