@@ -245,6 +245,13 @@ class LayerSimulation:
         left = ((index >= 0)[:, None] & (self._levels < WINDOW)).any(-1).any(-1)
         self._sinks = torch.where(left, self._sinks, self._all_sinks)
 
+    def lower(self, row: int, head: int) -> None:
+        """Stores all high tokens of one head at the low level, from the values they have now, and later ones too."""
+        self.alpha_high[row, head] = torch.inf
+        # no prompt's queries are there to round for
+        self._is_prompt = False
+        self._store(row, head, (self._levels[row, head] == HIGH).nonzero().flatten(), LOW)
+
     def levels(self) -> Tensor:
         """int8 [B, H, S]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""
         return self._levels.clone()

@@ -148,6 +148,7 @@ class Stores:
             held = self.all[0].batch_size if self.all else batch
             if held != batch:
                 raise ValueError(f"this cache holds {held} sequences but the model was called with {batch}.")
+            self._check_alone(index, key.device)
             store = self.make_store(index, self._layers_to_come(key.device, index), batch, heads)
             store.recording = self.recording
             self._make_room_beside(store)
@@ -157,6 +158,14 @@ class Stores:
         store.set_thresholds(used, *(share(a, store.num_heads) if isinstance(a, tuple) else a for a in alphas))
         self.assign(index, store, used)
         return self._places[index]
+
+    def _check_alone(self, index: int, device: torch.device) -> None:
+        """Raises `ValueError` if a budget would have to be shared by stores that lower their own rows only."""
+        if self.configs[index].precise is not None and self._on(torch.empty(0, device=device).device):
+            raise ValueError(
+                "max_bytes with until_full needs layers of one head shape on each device, and this model's layers "
+                "differ; give until_full=None, which prunes tokens to stay within max_bytes."
+            )
 
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""

@@ -16,6 +16,7 @@ from ..pages import NULL_PAGE, PagePool, PageTable
 from ..pages.rows import ROW_STATE
 from .budget import make_room
 from .compaction import settle
+from .lowering import make_room_for_copies
 from .state import Store
 
 COPY_PAGES = 4096
@@ -125,13 +126,15 @@ def prepare_rows(store: Store, index: Tensor) -> None:
     make_private(store)
     settle(store)
     rows_more = max(0, index.numel() - store.batch_size)
-    store.check_budget((store.bytes - store.pool.bytes) * rows_more // store.batch_size)
+    more = (store.bytes - store.pool.bytes) * rows_more // store.batch_size
+    make_room_for_copies(store, index, more)
+    store.check_budget(more)
     given, _, duplicate = _moves(store, index.to(store.device))
     missing = max(0, int(duplicate.sum()) - given.numel())
     try:
         store.pool.ensure_free(missing)
     except MemoryError:
-        if store.config.max_bytes is None:
+        if store.config.max_bytes is None or store.config.precise is not None:
             raise
         make_room(store, missing)
         prepare_rows(store, index)

@@ -30,6 +30,7 @@ from .forms import (
     query_moment,
     slots_of,
 )
+from .lowering import make_room_for_prompt
 from .prompt_kernels import Forward, store_by_kernels
 from .state import Store
 
@@ -62,6 +63,7 @@ def attend_tokens(
         MemoryError: the compressed tokens do not fit; this layer is unchanged.
     """
     new = Entering.checked(store, layer, key, value, valid)
+    make_room_for_prompt(store, key.shape[2], valid)
     past = Past.read(store, layer, new)
     options = {"valid": valid, "mask": mask, "observed": store.observation_window}
     output, received = attend_beside(store, layer, past.earlier, query, *new.beside(past.earlier), softmax, **options)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops.softmax import Softmax
 from .forms import Entering, query_moment
+from .lowering import make_room_for_prompt
 from .prompt import Past, attend_beside, compress
 from .state import Store
 
@@ -27,6 +28,7 @@ class SharedTokens:
     ) -> None:
         self._store, self._layer = store, layer
         self._new, self._mask = Entering.checked(store, layer, key, value, valid), mask
+        make_room_for_prompt(store, key.shape[2], valid)
         self._received: Tensor | None = None
         self._moment: Tensor | None = None
 

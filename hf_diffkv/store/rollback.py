@@ -16,6 +16,7 @@ from ..ops.softmax import Softmax
 from .copies import make_private
 from .decode import SharedStep
 from .forms import Entering, check_finite
+from .lowering import give_way
 from .prompt import Past, attend_beside
 from .readers import SharedTokens, attend_from_newest
 from .recorded import Read, Recorded
@@ -37,7 +38,7 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
     """
     check_finite(store, new.key, new.value, new.valid)
     if layer == 0:
-        store.check_budget(new.bytes * store.num_layers)
+        _reserve(store, new.bytes * store.num_layers)
     together, entering, past = _after_recorded(store, layer, new)
     (read,) = together.reads
     key, value = entering.beside(past.earlier)
@@ -45,6 +46,12 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
     output, _ = attend_beside(store, layer, past.earlier, read.query, key, value, read.softmax, **options)
     _keep(store, layer, together)
     return output[:, :, output.shape[2] - new.tokens :]
+
+
+def _reserve(store: Store, more: int) -> None:
+    """Makes room for `more` bytes of recorded tokens. Raises `MemoryError` if they do not fit."""
+    give_way(store, more)
+    store.check_budget(more)
 
 
 def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, Entering, Past]:
@@ -83,7 +90,7 @@ class SharedRecording:
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
         if first:
             later = self._readers * query.numel() * query.element_size()
-            store.check_budget(later + self._new.bytes * (store.num_layers if layer == 0 else 0))
+            _reserve(store, later + self._new.bytes * (store.num_layers if layer == 0 else 0))
         together, entering, past = _after_recorded(store, layer, self._new)
         output, _ = attend_from_newest(store, layer, past, query, entering, together.mask, softmax)
         if last:
@@ -117,7 +124,7 @@ def commit(store: Store, rejected: int) -> None:
             "copy.deepcopy of the cache."
         )
     make_private(store)
-    store.forward = None
+    store.forward, store.made_room = None, False
     store.seen -= rejected
     store.padding.length -= rejected
     kept = max(held, default=0) - rejected
@@ -125,8 +132,9 @@ def commit(store: Store, rejected: int) -> None:
     generation_step = kept == 1 and store.seen > 1
     if generation_step:
         prepare_step(store)
-    for layer, recorded in enumerate(store.recorded):
-        store.recorded[layer] = None
+    # no longer counted, so that their budget is there for their pages
+    held_by_layer, store.recorded = store.recorded, [None] * store.num_layers
+    for layer, recorded in enumerate(held_by_layer):
         if recorded is not None and recorded.tokens > rejected:
             _store(store, layer, recorded.part(0, recorded.tokens - rejected), generation_step)
 

@@ -197,6 +197,13 @@ class Store:
         # bytes of the cache's other stores on this device, and their layers still to come in this forward
         self.taken = 0
         self.layers_later = 0
+        # loss by lowering a head, float64 [model_layers, heads] of this store's heads; None if it is not known
+        self.harm: np.ndarray | None = None
+        # tokens that were lowered after they were stored (lowering.py), and what was logged of that
+        self.lowered = 0
+        self.told_full = self.told_final = False
+        # whether rows were lowered for the current forward of several tokens
+        self.made_room = False
         self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False
         self.scratch: Scratch | None = None
@@ -377,7 +384,8 @@ class Store:
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets the thresholds of an empty layer.
 
-        Without token selection, heads at the low precision have infinity and the others zero.
+        Without token selection, heads at the low precision have infinity and the others zero. With
+        `until_full` nothing is set.
 
         Args:
             alpha_high, alpha_low: one number, or one per head.
@@ -392,6 +400,9 @@ class Store:
                     f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
         alphas = self.policy.first_alphas(alpha_high, alpha_low)
+        if self.config.precise is not None:
+            # all rows begin at the high precision, and some may be lowered already for the prompt that is coming
+            return
         if not self.layout.selects and self.config.high == self.config.low:
             alphas = (0.0, 0.0)
         for target, value in zip((self.alpha_high, self.alpha_low), alphas):

@@ -15,6 +15,7 @@ from .budget import make_room
 from .compaction import settle
 from .copies import make_private
 from .forms import is_whole
+from .lowering import make_room_for_steps
 from .prompt_kernels import pages_of
 from .state import Store
 
@@ -29,7 +30,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     make_private(store)
     store.check_positions(tokens)
     settle(store)
-    store.forward = None
+    store.forward, store.made_room = None, False
     if tokens > 1 and not store.enters_at_once:
         store.check_values()
     if _generates(store, tokens):
@@ -93,7 +94,10 @@ def refresh(store: Store) -> None:
     except MemoryError:
         if store.config.max_bytes is None:
             raise
-        make_room(store, more_pages)
+        if store.config.precise is None:
+            make_room(store, more_pages)
+        else:
+            make_room_for_steps(store, high + low, lookahead, int(free))
         refresh(store)
     store.steps_left = store.refresh_steps
 

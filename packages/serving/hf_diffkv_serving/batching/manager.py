@@ -24,6 +24,7 @@ from hf_diffkv.cache.resolve import moments_for, resolve_config
 from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
+from hf_diffkv.precision import Precision
 
 from .attention import paged_attention
 from .beginnings import check_marks
@@ -86,6 +87,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._modules = check_servable(model)
         self._layers = model_layers(model.config)
         self._config = resolve_config(model, fields.pop("config", None), fields)
+        if isinstance(self._config.until_full, Precision):
+            raise ValueError(
+                f"until_full={self._config.until_full.name} is not supported in continuous batching, where a full "
+                "budget makes requests wait; leave until_full out."
+            )
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
         # a `PrefixStore`, once `use_prefixes` was called
