@@ -169,7 +169,7 @@ def memory_report(cache: CacheContents) -> MemoryReport:
 
 def _budget(stores: list[Store]) -> dict[str, Any]:
     """Returns the fields of a `MemoryReport` about `max_bytes`."""
-    max_bytes = stores[0].config.max_bytes if stores else None
+    max_bytes = stores[0].budget if stores else None
     if max_bytes is None:
         return {}
     used: dict[torch.device, float] = {}

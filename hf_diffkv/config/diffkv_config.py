@@ -76,7 +76,8 @@ class DiffKVConfig:
             significance and position. With 16, scales have 5 bits of mantissa and significance is rounded randomly.
             Tokens have neither significance nor position if no level depends on significance (`selects`).
         page_bytes: maximum size of a unified page in bytes; None chooses the best filled size near 6 KiB.
-        max_bytes: byte budget per device, as a number or a size such as "3GB"; None is unlimited.
+        max_bytes: byte budget per device, as a number, a size such as "3GB", or a share such as "80%" of the memory
+            that is free when a cache stores its first tokens; None is unlimited.
         until_full: precision of all tokens until `max_bytes` is full. From then on whole heads of a request are lowered
             to their final precision, the least harmful ones first; when all are, a `MemoryError` ends the generation.
             "auto" takes K8V8 if all tokens of all heads have one final precision of fewer bits, else None. None raises
@@ -105,7 +106,7 @@ class DiffKVConfig:
     adaptive_rounding: bool = False
     metadata_bits: int = 32
     page_bytes: int | None = None
-    max_bytes: int | None = None
+    max_bytes: int | str | None = None
     until_full: Precision | str | None = AUTO
     cuda_graphs: bool = True
 

@@ -291,7 +291,7 @@ def _tell(store: Store) -> None:
         store.told_full = True
         _logger.warning(
             "max_bytes=%d is full: from here on heads are lowered from %s to %s, the least harmful ones first.",
-            *(store.config.max_bytes, precise, final),
+            *(store.budget, precise, final),
         )
     if not store.told_final and bool(store.low_heads.all()):
         store.told_final = True

@@ -123,7 +123,7 @@ class Store:
     `sink_end`, and the tokens from `window_start` on (pages/rows.py). A row is one (layer, request, KV head).
 
     Args:
-        config: configuration of the cache.
+        config: configuration of the layers, with `max_bytes` in bytes.
         num_layers: number of compressed layers in this store.
         batch_size: number of requests.
         heads: KV heads of each layer.
@@ -411,13 +411,17 @@ class Store:
     @property
     def max_bytes(self) -> int | None:
         """Share of the budget that the device's other stores leave, in bytes; None if unlimited."""
-        limit = self.config.max_bytes
-        return None if limit is None else limit - self.taken
+        return None if self.budget is None else self.budget - self.taken
+
+    @property
+    def budget(self) -> int | None:
+        """Budget of the device in bytes; None if unlimited."""
+        return None if self.config.max_bytes is None else int(self.config.max_bytes)
 
     def check_budget(self, more: int) -> None:
         """Sets the pool's limit; raises `MemoryError` unless `more` bytes outside the pool fit into the budget."""
         self.update_limit(more)
-        if self.config.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
+        if self.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
             raise MemoryError(
                 f"{more} more bytes do not fit into max_bytes={self.config.max_bytes}; raise max_bytes, or use fewer "
                 "sequences."
@@ -429,11 +433,11 @@ class Store:
         Raises:
             MemoryError: not even one page fits.
         """
-        max_bytes = self.max_bytes
-        if max_bytes is None:
+        max_bytes, budget = self.max_bytes, self.budget
+        if max_bytes is None or budget is None:
             return
         # growth that is possible before the next update of the limit
-        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + self.config.max_bytes // 32
+        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + budget // 32
         growth += self.pool.granularity
         other = self.bytes_beside_pool() + growth + more
         pages = (max_bytes - other) // (self.layout.page_bytes + 8)

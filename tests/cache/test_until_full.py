@@ -209,6 +209,38 @@ def test_recorded_tokens_make_rows_give_way() -> None:
     assert 0 < precise(run) < 12
 
 
+def test_a_budget_may_be_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_diffkv.cache.free_memory.free_bytes", lambda device: 200_000)
+    run = started(model_in_float32(), LENGTHS, budget(" 50 %"))
+    assert run.cache.config.max_bytes == "50%" and run.cache.memory().max_bytes == 100_000
+    assert run.cache.memory().compressed_bytes <= 100_000
+    memory = run.cache.memory()
+    assert 0.5 < memory.filled < 1 and memory.until_full == "K8V8" and 0 < memory.room < 100
+    assert "of max_bytes in use, room for about" in str(memory)
+    named = {name for layer in memory.layers for name in layer.precisions}
+    assert named <= {"K8V8", "K5V4", "K8V8/K5V4"} and len(named) > 1
+    for wrong in ("0%", "101%"):
+        with pytest.raises(ValueError, match=f"max_bytes='{wrong}' is no share"):
+            budget(wrong)
+
+
+def test_heads_that_lose_least_are_lowered_first() -> None:
+    """Between rows of equal lengths the measured losses decide alone."""
+    cache = DiffKVCache(model_in_float32().config, budget(100_000))
+    harm = [[3.0, 1.0], [4.0, 2.0]]
+    cache.stores.harm = tuple(map(tuple, harm))
+    run = started(model_in_float32(), (150, 150, 150), cache=cache)
+    (store,) = cache.stores.all
+    seen = []
+    while not store.low_heads.all():
+        low = store.low_heads
+        seen.append((low.sum().item(), max((harm[at][head] for at, _, head in low.nonzero().tolist()), default=0.0)))
+        least_left = min(harm[at][head] for at, _, head in (~low).nonzero().tolist())
+        assert seen[-1][1] <= least_left
+        run.feed(tokens(3, 1))
+    assert len({count for count, _ in seen}) > 1
+
+
 def test_layers_of_two_shapes_on_one_device_are_refused() -> None:
     cache = DiffKVCache(model_in_float32().config, budget(10**6))
     states = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 16)

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from hf_diffkv.cache.continuous_batching import check_no_call
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
+from hf_diffkv.cache.free_memory import budget_of, free_bytes
 from hf_diffkv.cache.registration import cache_fields
 from hf_diffkv.cache.resolve import moments_for, resolve_config
 from hf_diffkv.cache.switching import set_attention
@@ -46,7 +47,7 @@ from .ranks import Ranks
 from .records import Records, RequestRecord, brought
 from .sampling import Sampling, add_sampler
 from .servable import check_servable, model_layers
-from .sizes import free_bytes, make_slots, try_attention
+from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
 
 # tokens of a forward where the user says nothing, as in Transformers
@@ -396,7 +397,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         budget = self._config.max_bytes
         if budget is None:
             budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
-            budget = self._shape.ranks.least(budget)
+        elif isinstance(budget, str):
+            budget = budget_of(budget, self._shape.device)
+        budget = self._shape.ranks.least(budget)
         windows = None if sliding is None else SlidingWindows(text_config, sliding, self._shape)
         states = LinearStates(self._states) if self._states else None
         others = [other for other in (windows, states) if other is not None]
