@@ -169,9 +169,10 @@ def memory_report(cache: CacheContents) -> MemoryReport:
 
 def _budget(stores: list[Store]) -> dict[str, Any]:
     """Returns the fields of a `MemoryReport` about `max_bytes`."""
-    max_bytes = stores[0].budget if stores else None
+    max_bytes = stores[0].config.max_bytes if stores else None
     if max_bytes is None:
         return {}
+    max_bytes = int(max_bytes)
     used: dict[torch.device, float] = {}
     for store in stores:
         held = store.bytes - store.pool.free_list.free * store.pool.page_bytes // store.sharers
@@ -180,7 +181,7 @@ def _budget(stores: list[Store]) -> dict[str, Any]:
     precise = stores[0].config.precise
     if precise is None:
         return fields
-    lowered = sum(store.lowered for store in stores)
+    lowered = sum(store.lowering.tokens for store in stores)
     return fields | {"until_full": precise.full_name, "lowered": lowered, "room": min(map(room, stores))}
 
 

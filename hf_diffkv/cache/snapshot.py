@@ -244,7 +244,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
         "seen": store.seen,
         "steps_since_compaction": 0,
         "tightening": store.tightening,
-        "lowered": store.lowered,
+        "lowered": store.lowering.tokens,
         "page_bytes": store.layout.page_bytes,
     }
 
@@ -291,8 +291,8 @@ def _restore_store(
     # absent up to version 3
     store.tightening = described.get("tightening", 0.0)
     # absent where nothing is lowered
-    store.lowered = described.get("lowered", 0)
-    store.told_full = store.lowered > 0
+    store.lowering.tokens = described.get("lowered", 0)
+    store.lowering.told_full = store.lowering.tokens > 0
     return store
 
 

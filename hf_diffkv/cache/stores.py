@@ -185,11 +185,11 @@ class Stores:
                 self._budgets[heads.device] = budget_of(config.max_bytes, heads.device)
             config = dataclasses.replace(config, max_bytes=self._budgets[heads.device])
         store = Store(config, layers, batch_size, heads, **sizes)
-        store.moments, store.harm = self.moments, self._harm_of(heads.num_heads)
+        store.moments, store.lowering.harm = self.moments, self._harm_of(heads.num_heads)
         return store
 
     def _harm_of(self, num_heads: int) -> np.ndarray | None:
-        """Returns `Store.harm` for layers of `num_heads` heads here; zero for layers of other numbers."""
+        """Returns `LoweringState.harm` for layers of `num_heads` heads here; zero for layers of other numbers."""
         if self.harm is None:
             return None
         shared = [self.tensor_parallel.share(layer, num_heads) for layer in self.harm]

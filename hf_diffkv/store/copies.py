@@ -57,6 +57,7 @@ def make_private(store: Store) -> None:
         for name in (*ROW_STATE, "flag", "invalid", "changed_past"):
             setattr(store, name, getattr(store, name).clone())
         store.padding = store.padding.copy()
+        store.lowering.moments = None if store.lowering.moments is None else store.lowering.moments.clone()
         store.recorded = list(store.recorded)
         store.scratch = None
     store.twins.discard(store)
@@ -160,6 +161,7 @@ def drop_unused_layers(store: Store, used: int) -> None:
     for name in (*ROW_STATE, "layer_index"):
         setattr(store, name, getattr(store, name)[:used].clone())
     store.table.table = store.table.table[:used].clone()
+    store.lowering.moments = None if store.lowering.moments is None else store.lowering.moments[:used].clone()
     store.recorded = store.recorded[:used]
     store.num_layers = used
     store.layers = store.layers[:used]

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.backend import compute_dtype
 from ..ops.quantize import load_tokens, store_tokens
-from ..ops.rounding import round_keys
+from ..ops.rounding import feedback_of, round_keys
 from ..pages import HIGH, LOW, NULL_PAGE, column
 from ..pages.pool import FREE
 from ..pages.segments import Contents
@@ -104,7 +105,7 @@ def make_fit(store: Store, demand: Demand, pages: int) -> np.ndarray:
         )
     if chosen.any():
         mask = torch.from_numpy(chosen).to(store.device)
-        store.lowered += int(store.high_count[mask].sum())
+        store.lowering.tokens += int(store.high_count[mask].sum())
         lower_rows(store, mask)
         _tell(store)
     return chosen
@@ -132,19 +133,22 @@ def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> Non
     Raises:
         MemoryError: the tokens do not fit; nothing is lowered.
     """
-    if store.config.precise is None or store.made_room:
+    if store.config.precise is None or store.lowering.made_room:
         return
     real = torch.full_like(store.length[0], tokens) if valid is None else valid.sum(-1)
     state = (store.high_count, store.low_count, store.low_heads, store.length, store.window_start)
     high, low, final, length, start, real, free = store.look(*state, real, store.pool.free_list.state[FREE])
     held, leaving = high + low, np.maximum(start, length + real - store.config.window) - start
+    if store.rounds_for_queries and store.moments is None and store.lowering.moments is None:
+        shape = (store.num_layers, store.num_heads, store.key_dim, store.key_dim)
+        store.lowering.moments = torch.zeros(shape, dtype=compute_dtype(store.dtype), device=store.device)
     store.ensure_width(int((held + leaving[..., None]).max()) + store.window_slots)
     store.update_limit()
     final, more = final.astype(bool), leaving[..., None]
     final |= make_fit(store, Demand.of_growth(store, held, more, final), available(store, int(free)))
     # taken at once, as the limit may fall by a page while the layers store their tokens
     store.pool.ensure_free(int(Demand.of_growth(store, held, more, final).stay.sum()))
-    store.made_room = True
+    store.lowering.made_room = True
 
 
 def make_room_for_copies(store: Store, index: Tensor, more: int) -> None:
@@ -211,6 +215,16 @@ def _shrink(store: Store, more: int) -> None:
         store.forget_bounds()
 
 
+def note_queries(store: Store, layer: int, moment: Tensor | None) -> None:
+    """Adds a prompt's queries to those for which keys are rounded when they are lowered.
+
+    Args:
+        moment: `second_moment` of the queries, [batch * heads, key_dim, key_dim]; None if nothing is rounded.
+    """
+    if store.lowering.moments is not None and moment is not None:
+        store.lowering.moments[layer] += moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
+
+
 def lower_rows(store: Store, chosen: Tensor) -> None:
     """Moves all tokens of some rows to the low tier, and makes them stay there.
 
@@ -263,36 +277,40 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
 
 
 def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:
-    """Rounds keys, [n, key_dim], for the model's queries if their moments are known.
+    """Rounds keys, [n, key_dim], for the model's queries if their moments are known, else for those of its prompts.
 
     Args:
         row: rows of the keys, int64 [rows].
         place: index into `row` of each key, int64 [n].
     """
     feedback = store.model_feedback
-    if feedback is None:
+    if feedback is not None:
+        matrices = feedback.matrices[feedback.of_rows(store.high_count.numel())[row]]
+    elif store.lowering.moments is not None:
+        head = row // (store.batch_size * store.num_heads) * store.num_heads + row % store.num_heads
+        matrices = feedback_of(store.lowering.moments.flatten(0, 1)[head], store.key_rotation)
+    else:
         return key
-    matrices = feedback.matrices[feedback.of_rows(store.high_count.numel())[row]]
     return round_keys(key, place, matrices, store.layout.low)
 
 
 def _harm(store: Store) -> np.ndarray:
     """Returns the loss by lowering each row, [layers, batch, heads]; the same for all if nothing was measured."""
     shape = tuple(store.high_count.shape)
-    if store.harm is None:
+    if store.lowering.harm is None:
         return np.ones(shape)
-    return np.broadcast_to(store.harm[store.layers][:, None], shape)
+    return np.broadcast_to(store.lowering.harm[store.layers][:, None], shape)
 
 
 def _tell(store: Store) -> None:
     """Tells once that lowering has begun, and once that all rows are at the final precision."""
     precise, final = store.config.high.full_name, store.config.low.full_name
-    if not store.told_full:
-        store.told_full = True
+    if not store.lowering.told_full:
+        store.lowering.told_full = True
         _logger.warning(
             "max_bytes=%d is full: from here on heads are lowered from %s to %s, the least harmful ones first.",
-            *(store.budget, precise, final),
+            *(store.config.max_bytes, precise, final),
         )
-    if not store.told_final and bool(store.low_heads.all()):
-        store.told_final = True
+    if not store.lowering.told_final and bool(store.low_heads.all()):
+        store.lowering.told_final = True
         _logger.warning("all is at %s, room for about %d tokens.", final, room(store))

@@ -30,7 +30,7 @@ from .forms import (
     query_moment,
     slots_of,
 )
-from .lowering import make_room_for_prompt
+from .lowering import make_room_for_prompt, note_queries
 from .prompt_kernels import Forward, store_by_kernels
 from .state import Store
 
@@ -176,6 +176,7 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
+    note_queries(store, layer, moment)
     if store.enters_at_once:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return

@@ -124,7 +124,7 @@ def commit(store: Store, rejected: int) -> None:
             "copy.deepcopy of the cache."
         )
     make_private(store)
-    store.forward, store.made_room = None, False
+    store.forward, store.lowering.made_room = None, False
     store.seen -= rejected
     store.padding.length -= rejected
     kept = max(held, default=0) - rejected

@@ -21,6 +21,7 @@ from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTa
 from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import make_policy
+from .lowering_state import LoweringState
 from .recorded import Recorded
 
 if TYPE_CHECKING:
@@ -197,13 +198,7 @@ class Store:
         # bytes of the cache's other stores on this device, and their layers still to come in this forward
         self.taken = 0
         self.layers_later = 0
-        # loss by lowering a head, float64 [model_layers, heads] of this store's heads; None if it is not known
-        self.harm: np.ndarray | None = None
-        # tokens that were lowered after they were stored (lowering.py), and what was logged of that
-        self.lowered = 0
-        self.told_full = self.told_final = False
-        # whether rows were lowered for the current forward of several tokens
-        self.made_room = False
+        self.lowering = LoweringState()
         self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False
         self.scratch: Scratch | None = None
@@ -244,6 +239,7 @@ class Store:
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
         if self.scratch is not None:
             tensors += self.scratch.tensors()
+        tensors += [] if self.lowering.moments is None else [self.lowering.moments]
         bounds = [] if self.all_bounds is None else [*self.layer_bounds, self.all_bounds]
         return [*tensors, self.flag, *(tensor for bound in bounds for tensor in bound.tensors())]
 
@@ -384,8 +380,7 @@ class Store:
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets the thresholds of an empty layer.
 
-        Without token selection, heads at the low precision have infinity and the others zero. With
-        `until_full` nothing is set.
+        Without token selection, low heads have infinity and others zero. With `until_full` rows may be lowered already.
 
         Args:
             alpha_high, alpha_low: one number, or one per head.
@@ -401,7 +396,6 @@ class Store:
                 )
         alphas = self.policy.first_alphas(alpha_high, alpha_low)
         if self.config.precise is not None:
-            # all rows begin at the high precision, and some may be lowered already for the prompt that is coming
             return
         if not self.layout.selects and self.config.high == self.config.low:
             alphas = (0.0, 0.0)
@@ -411,12 +405,7 @@ class Store:
     @property
     def max_bytes(self) -> int | None:
         """Share of the budget that the device's other stores leave, in bytes; None if unlimited."""
-        return None if self.budget is None else self.budget - self.taken
-
-    @property
-    def budget(self) -> int | None:
-        """Budget of the device in bytes; None if unlimited."""
-        return None if self.config.max_bytes is None else int(self.config.max_bytes)
+        return None if self.config.max_bytes is None else int(self.config.max_bytes) - self.taken
 
     def check_budget(self, more: int) -> None:
         """Sets the pool's limit; raises `MemoryError` unless `more` bytes outside the pool fit into the budget."""
@@ -433,11 +422,11 @@ class Store:
         Raises:
             MemoryError: not even one page fits.
         """
-        max_bytes, budget = self.max_bytes, self.budget
-        if max_bytes is None or budget is None:
+        max_bytes = self.max_bytes
+        if max_bytes is None:
             return
         # growth that is possible before the next update of the limit
-        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + budget // 32
+        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + (max_bytes + self.taken) // 32
         growth += self.pool.granularity
         other = self.bytes_beside_pool() + growth + more
         pages = (max_bytes - other) // (self.layout.page_bytes + 8)

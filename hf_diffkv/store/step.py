@@ -30,7 +30,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     make_private(store)
     store.check_positions(tokens)
     settle(store)
-    store.forward, store.made_room = None, False
+    store.forward, store.lowering.made_room = None, False
     if tokens > 1 and not store.enters_at_once:
         store.check_values()
     if _generates(store, tokens):
