@@ -198,7 +198,7 @@ class DiffKVConfig:
     @property
     def precise(self) -> Precision | None:
         """Precision of all tokens until `max_bytes` is full; None without a budget, or if tokens are chosen for it."""
-        return precise_of(self)
+        return None if self.max_bytes is None else precise_of(self)
 
     def check_layers(self, count: int) -> None:
         """Raises `ValueError` if thresholds or precisions are given for another number of compressed layers."""

@@ -8,6 +8,7 @@ Pages are reference-counted. The last owner keeps the pool and its pages without
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def fork_store(store: Store) -> Store:
         _release_at_end(store)
     store.pool.share(store.owned_pages())
     twin = object.__new__(Store)
-    twin.__dict__.update(store.__dict__, native_calls=None)
+    twin.__dict__.update(store.__dict__, native_calls=None, lowering=replace(store.lowering))
     twin.twins.add(twin)
     _release_at_end(twin)
     return twin
@@ -128,14 +129,15 @@ def prepare_rows(store: Store, index: Tensor) -> None:
     settle(store)
     rows_more = max(0, index.numel() - store.batch_size)
     more = (store.bytes - store.pool.bytes) * rows_more // store.batch_size
-    make_room_for_copies(store, index, more)
+    if store.lowering.active:
+        make_room_for_copies(store, index, more)
     store.check_budget(more)
     given, _, duplicate = _moves(store, index.to(store.device))
     missing = max(0, int(duplicate.sum()) - given.numel())
     try:
         store.pool.ensure_free(missing)
     except MemoryError:
-        if store.config.max_bytes is None or store.config.precise is not None:
+        if store.config.max_bytes is None or store.lowering.active:
             raise
         make_room(store, missing)
         prepare_rows(store, index)

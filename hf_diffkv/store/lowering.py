@@ -133,7 +133,7 @@ def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> Non
     Raises:
         MemoryError: the tokens do not fit; nothing is lowered.
     """
-    if store.config.precise is None or store.lowering.made_room:
+    if store.lowering.made_room:
         return
     real = torch.full_like(store.length[0], tokens) if valid is None else valid.sum(-1)
     state = (store.high_count, store.low_count, store.low_heads, store.length, store.window_start)
@@ -154,14 +154,10 @@ def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> Non
 def make_room_for_copies(store: Store, index: Tensor, more: int) -> None:
     """Lowers rows, and shrinks the pool, until a new batch fits. Raises as `make_fit`.
 
-    Does nothing if tokens are chosen to stay within the budget.
-
     Args:
         index: old request of each new one, int64 [new batch size].
         more: bytes outside the pool that the new batch needs beyond those of the old one.
     """
-    if store.config.precise is None:
-        return
     store.update_limit(more)
     copies = np.bincount(index.cpu().numpy(), minlength=store.batch_size)
     state = (store.high_count, store.low_count, store.low_heads, store.pool.free_list.state[FREE])
@@ -192,7 +188,7 @@ def room(store: Store) -> int:
 
 def give_way(store: Store, more: int) -> None:
     """Lowers rows and shrinks the pool until `more` bytes outside of it fit into the budget. Raises as `make_fit`."""
-    if store.config.precise is None or more <= 0:
+    if not store.lowering.active or more <= 0:
         return
     store.update_limit(more)
     if store.pool.capacity <= store.pool.max_pages:

@@ -63,7 +63,8 @@ def attend_tokens(
         MemoryError: the compressed tokens do not fit; this layer is unchanged.
     """
     new = Entering.checked(store, layer, key, value, valid)
-    make_room_for_prompt(store, key.shape[2], valid)
+    if store.lowering.active:
+        make_room_for_prompt(store, key.shape[2], valid)
     past = Past.read(store, layer, new)
     options = {"valid": valid, "mask": mask, "observed": store.observation_window}
     output, received = attend_beside(store, layer, past.earlier, query, *new.beside(past.earlier), softmax, **options)
@@ -176,7 +177,8 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
-    note_queries(store, layer, moment)
+    if store.lowering.active:
+        note_queries(store, layer, moment)
     if store.enters_at_once:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return

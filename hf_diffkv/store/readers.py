@@ -28,7 +28,8 @@ class SharedTokens:
     ) -> None:
         self._store, self._layer = store, layer
         self._new, self._mask = Entering.checked(store, layer, key, value, valid), mask
-        make_room_for_prompt(store, key.shape[2], valid)
+        if store.lowering.active:
+            make_room_for_prompt(store, key.shape[2], valid)
         self._received: Tensor | None = None
         self._moment: Tensor | None = None
 

@@ -198,7 +198,7 @@ class Store:
         # bytes of the cache's other stores on this device, and their layers still to come in this forward
         self.taken = 0
         self.layers_later = 0
-        self.lowering = LoweringState()
+        self.lowering = LoweringState(config.precise is not None)
         self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False
         self.scratch: Scratch | None = None
@@ -395,7 +395,7 @@ class Store:
                     f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
         alphas = self.policy.first_alphas(alpha_high, alpha_low)
-        if self.config.precise is not None:
+        if self.lowering.active:
             return
         if not self.layout.selects and self.config.high == self.config.low:
             alphas = (0.0, 0.0)

@@ -94,10 +94,10 @@ def refresh(store: Store) -> None:
     except MemoryError:
         if store.config.max_bytes is None:
             raise
-        if store.config.precise is None:
-            make_room(store, more_pages)
-        else:
+        if store.lowering.active:
             make_room_for_steps(store, high + low, lookahead, int(free))
+        else:
+            make_room(store, more_pages)
         refresh(store)
     store.steps_left = store.refresh_steps
 

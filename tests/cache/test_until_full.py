@@ -172,11 +172,12 @@ def test_beams_stay_within_the_budget() -> None:
 
 def test_forks_lower_on_their_own() -> None:
     run = started(model_in_float32(), LENGTHS, budget(130_000))
-    before, rungs = contents(run.cache), precise(run)
+    before, rungs, lowered = contents(run.cache), precise(run), run.cache.memory().lowered
     other = run.on(run.cache.fork(1)[0])
     other.steps(tokens(3, 60))
     assert_within(other)
     assert precise(other) < rungs == precise(run)
+    assert other.cache.memory().lowered > lowered == run.cache.memory().lowered
     assert all(map(torch.equal, before, contents(run.cache)))
     assert_within(run)
     twin = run.on(copy.deepcopy(run.cache))
