@@ -121,6 +121,10 @@ class LayerSimulation:
         self._adapts = adaptive_rounding
         # [H, D, D] of R q, which generated tokens are rounded for as it is; None rounds them to the nearest code
         self._model_moment = model_moment
+        # [B, H, D, D] and [1, H, D, D] of R q: of the last forward, and of all rows and prompts so far
+        self._moment = torch.zeros(batch_size, num_key_value_heads, head_dim, head_dim, dtype=torch.float64)
+        self._prompts = self._moment[:1]
+        self._is_prompt = True
         # called with the sums where those of stored tokens are rounded at random; returns them so
         self.round_sums: Callable[[Tensor], Tensor] = lambda sums: sums
         self.rule = rule or Rule()
@@ -219,6 +223,7 @@ class LayerSimulation:
         """Updates the sums and compresses."""
         self._sums += self._received.to(torch.float32)
         if self._is_prompt:
+            self._prompts = self._prompts + self._moment.sum(0, keepdim=True)
             if self._transforms:
                 self._fix_offsets(*self._exact)
             self._compress_prompt()
@@ -244,6 +249,15 @@ class LayerSimulation:
         # where everything is exact, the first tokens are sinks again
         left = ((index >= 0)[:, None] & (self._levels < WINDOW)).any(-1).any(-1)
         self._sinks = torch.where(left, self._sinks, self._all_sinks)
+
+    def lower(self, row: int, head: int) -> None:
+        """Stores all high tokens of one head at the low level, from the values they have now, and later ones too."""
+        self.alpha_high[row, head] = torch.inf
+        last = self._moment, self._is_prompt
+        # rounded for the queries of all prompts of all rows, unless the model's own are known
+        self._moment, self._is_prompt = self._prompts.expand_as(self._moment), self._model_moment is None
+        self._store(row, head, (self._levels[row, head] == HIGH).nonzero().flatten(), LOW)
+        self._moment, self._is_prompt = last
 
     def levels(self) -> Tensor:
         """int8 [B, H, S]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""

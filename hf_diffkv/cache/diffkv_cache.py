@@ -24,7 +24,7 @@ from .latent import LatentLayer, check_latent_model, prepare_latents
 from .layer import DiffKVLayer
 from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
-from .resolve import config_of, moments_for, resolve_config
+from .resolve import config_of, harm_for, moments_for, resolve_config
 from .snapshot import model_fingerprint
 from .stores import Stores, between_forwards, reports
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
@@ -95,11 +95,13 @@ class DiffKVCache(OtherStates, Cache):
             self.layers[layer_idx].is_last = layer_idx == self._last_layer
 
     def _find_moments(self, model: Any) -> None:
-        """Looks up the model's query moments, unless the configuration does not use them or they are already known.
+        """Looks up the model's query moments and the harm of lowering its heads, if they are used and not yet known.
 
         Raises:
             ValueError: the file is not a moments file, or belongs to another model.
         """
+        if self.stores.harm is None:
+            self.stores.harm = harm_for(model, self.config, self.stores.num_layers)
         if self.stores.moments is None and self.stores.num_layers:
             moments = moments_for(model, self.config)
             if moments is not None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..config.files import new_folder
+from ..config.files import as_written, new_folder
 from .devices import TensorParallel
 from .snapshot import (
     CacheContents,
@@ -131,7 +131,7 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
     if (_digest(path) if data is None else hashlib.sha256(data).hexdigest()) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
     try:
-        config = DiffKVConfig.from_dict(content["config"])
+        config = DiffKVConfig.from_dict(as_written(content["config"]))
     except ValueError as error:
         raise CacheFileError(
             f"{folder} was saved with a configuration that this hf_diffkv cannot use: {error}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
+from ..store.lowering import room
 from .snapshot import CacheContents
 from .wording import kept_in_words
 
@@ -23,7 +25,7 @@ class LayerReport:
         layer_idx: index of the layer in the model.
         high, low, window, pruned: number of tokens at each level, one per KV head.
         precisions: names of the stored tokens' precisions, one per KV head: "K4V3", or "K8V4/K4V2" if the head chooses
-            between two levels.
+            between two levels or requests differ.
     """
 
     layer_idx: int
@@ -50,6 +52,12 @@ class MemoryReport:
         layers: token counts per layer and head.
         num_layers: number of layers of the cache, compressed or not.
         thresholds: highest alpha_high and alpha_low of any request and head if `max_bytes` has raised them, else None.
+        max_bytes: budget of each device, in bytes; None if unlimited.
+        filled: share of the budget in use, without free pages, on the device where it is largest; None without one.
+        until_full: name of the precision of all tokens until the budget is full; None if tokens are chosen to stay
+            within it, or without one.
+        lowered: number of tokens over layers, heads and requests that were lowered after they were stored.
+        room: number of tokens that each request can still get once all are lowered; None without `until_full`.
     """
 
     compressed_bytes: int
@@ -60,6 +68,11 @@ class MemoryReport:
     layers: tuple[LayerReport, ...]
     num_layers: int
     thresholds: tuple[float, float] | None = None
+    max_bytes: int | None = None
+    filled: float | None = None
+    until_full: str | None = None
+    lowered: int = 0
+    room: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -108,6 +121,8 @@ class MemoryReport:
             parts.append(kept_in_words(self.layers))
         if self.thresholds is not None:
             parts.append("max_bytes has raised alpha_high to {:.3g}, alpha_low to {:.3g}".format(*self.thresholds))
+        if self.until_full is not None and self.filled is not None:
+            parts.append(f"{self.filled:.0%} of max_bytes in use, room for about {self.room:,} more tokens each")
         if self.hint:
             parts.append(self.hint)
         return "; ".join(parts)
@@ -148,7 +163,26 @@ def memory_report(cache: CacheContents) -> MemoryReport:
         layers=tuple(layers),
         num_layers=len(cache.layers),
         thresholds=(_highest(tightened, "alpha_high"), _highest(tightened, "alpha_low")) if tightened else None,
+        **_budget(stores),
     )
+
+
+def _budget(stores: list[Store]) -> dict[str, Any]:
+    """Returns the fields of a `MemoryReport` about `max_bytes`."""
+    max_bytes = stores[0].config.max_bytes if stores else None
+    if max_bytes is None:
+        return {}
+    max_bytes = int(max_bytes)
+    used: dict[torch.device, float] = {}
+    for store in stores:
+        held = store.bytes - store.pool.free_list.free * store.pool.page_bytes // store.sharers
+        used[store.device] = used.get(store.device, 0.0) + held / max_bytes
+    fields: dict[str, Any] = {"max_bytes": max_bytes, "filled": max(used.values())}
+    precise = stores[0].config.precise
+    if precise is None:
+        return fields
+    lowered = sum(store.lowering.tokens for store in stores)
+    return fields | {"until_full": precise.full_name, "lowered": lowered, "room": min(map(room, stores))}
 
 
 def held_bytes(cache: CacheContents) -> int:
@@ -212,7 +246,9 @@ def _precisions(store: Store, slot: int) -> tuple[str, ...]:
     high, low = store.config.high.full_name, store.config.low.full_name
     if store.layout.selects:
         return (high if high == low else f"{high}/{low}",) * store.num_heads
-    return tuple(low if at_low else high for at_low in store.low_heads[slot, 0].tolist())
+    at_low = store.low_heads[slot]
+    names = {(True, True): low, (False, False): high}
+    return tuple(names.get(pair, f"{high}/{low}") for pair in zip(at_low.all(0).tolist(), at_low.any(0).tolist()))
 
 
 def _quotient(part: int, whole: int) -> float:

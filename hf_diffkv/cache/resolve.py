@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..heads.lookup import queries_of, tell_of_queries
+from ..heads.allocation import SENSITIVITY
+from ..heads.harm import Harm, harm_of
+from ..heads.lookup import measured_of, queries_of, tell_of_queries
 from ..heads.query_moments import QueryMoments
+from ..heads.sensitivity import Sensitivity
 from ..ops.rounding import LARGEST_BITS
 
 
@@ -65,6 +68,23 @@ def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
             tell_of_queries(model)
         return None
     return QueryMoments.load(path)
+
+
+def harm_for(model: Any, config: DiffKVConfig, num_layers: int) -> Harm | None:
+    """Returns the loss by lowering each head of a measured model; None if it is not known, or nothing is lowered.
+
+    Args:
+        model: loaded model, or its configuration, for which only `config.calibration` is looked at.
+        num_layers: number of compressed layers.
+    """
+    if config.precise is None or not num_layers:
+        return None
+    calibration = config.calibration or {}
+    kept = calibration.get(SENSITIVITY)
+    measured = measured_of(model) if kept is None else Sensitivity.from_dict(kept)
+    if measured is None or len(measured.shapes) != num_layers:
+        return None
+    return harm_of(measured, config.precise, config.of_layer(0).low)
 
 
 def _has_few_bits(config: DiffKVConfig) -> bool:

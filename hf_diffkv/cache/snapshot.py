@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.files import as_written
 from ..config.layers import same_pages
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
@@ -167,7 +168,7 @@ def restore_snapshot(
         CacheFileError: the snapshot holds layers that are not in this process, or pages of another format.
     """
     content, tensors = snapshot.content, snapshot.tensors
-    cache = make_cache(model, DiffKVConfig.from_dict(content["config"]))
+    cache = make_cache(model, DiffKVConfig.from_dict(as_written(content["config"])))
     if configuration_of(model) is not model:
         cache.attach(model)
     # layers that shared a store may run on several devices now
@@ -243,6 +244,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
         "seen": store.seen,
         "steps_since_compaction": 0,
         "tightening": store.tightening,
+        "lowered": store.lowering.tokens,
         "page_bytes": store.layout.page_bytes,
     }
 
@@ -288,6 +290,9 @@ def _restore_store(
     store.seen = described["seen"]
     # absent up to version 3
     store.tightening = described.get("tightening", 0.0)
+    # absent where nothing is lowered
+    store.lowering.tokens = described.get("lowered", 0)
+    store.lowering.told_full = store.lowering.tokens > 0
     return store
 
 

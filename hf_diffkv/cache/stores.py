@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..config.layers import layer_configs, same_pages
+from ..heads.harm import Harm
 from ..heads.query_moments import QueryMoments
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, forward_under_way, stopped_halfway
+from .free_memory import budget_of
 from .turns import ForwardTurns
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -69,6 +73,10 @@ class Stores:
         self.all: list[Store] = []
         # moments of the model's queries, if known; stores read them
         self.moments: QueryMoments | None = None
+        # loss by lowering each head, if known
+        self.harm: Harm | None = None
+        # `max_bytes` in bytes, by device
+        self._budgets: dict[torch.device, int] = {}
         # logical tokens seen by each layer; the layers refer to this object, which must not refer back to them, or a
         # dropped cache would keep its memory until Python's garbage collector runs
         self.seen = [0] * num_layers
@@ -151,6 +159,7 @@ class Stores:
             held = self.all[0].batch_size if self.all else batch
             if held != batch:
                 raise ValueError(f"this cache holds {held} sequences but the model was called with {batch}.")
+            self._check_alone(index, key.device)
             store = self.make_store(index, self._layers_to_come(key.device, index), batch, heads)
             store.recording = self.recording
             self._make_room_beside(store)
@@ -161,13 +170,33 @@ class Stores:
         self.assign(index, store, used)
         return self._places[index]
 
+    def _check_alone(self, index: int, device: torch.device) -> None:
+        """Raises `ValueError` if a budget would have to be shared by stores that lower their own rows only."""
+        if self.configs[index].precise is not None and self._on(torch.empty(0, device=device).device):
+            raise ValueError(
+                "max_bytes with until_full needs layers of one head shape on each device, and this model's layers "
+                "differ; give until_full=None, which prunes tokens to stay within max_bytes."
+            )
+
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
         first_head = self.tensor_parallel.rank * heads.num_heads
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
-        store = Store(self.configs[index], layers, batch_size, heads, **sizes)
-        store.moments = self.moments
+        config = self.configs[index]
+        if config.max_bytes is not None:
+            if heads.device not in self._budgets:
+                self._budgets[heads.device] = budget_of(config.max_bytes, heads.device)
+            config = dataclasses.replace(config, max_bytes=self._budgets[heads.device])
+        store = Store(config, layers, batch_size, heads, **sizes)
+        store.moments, store.lowering.harm = self.moments, self._harm_of(heads.num_heads)
         return store
+
+    def _harm_of(self, num_heads: int) -> np.ndarray | None:
+        """Returns `LoweringState.harm` for layers of `num_heads` heads here; zero for layers of other numbers."""
+        if self.harm is None:
+            return None
+        shared = [self.tensor_parallel.share(layer, num_heads) for layer in self.harm]
+        return np.array([layer if len(layer) == num_heads else (0.0,) * num_heads for layer in shared])
 
     def _make_room_beside(self, store: Store) -> None:
         self.share_budget(store)
@@ -338,5 +367,6 @@ class Stores:
         self.pending = self.awaited = None
         self.broken = False
         self.recording = False
+        self._budgets.clear()
         self.all.clear()
         self._places.clear()

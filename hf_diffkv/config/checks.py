@@ -106,10 +106,19 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def as_bytes(name: str, value: Any) -> int:
-    """Converts a number of bytes, or a text for `bytes_in`. Raises `ValueError` for anything else."""
+def as_bytes(name: str, value: Any) -> int | str:
+    """Converts a number of bytes, or a text for `bytes_in`; a share such as "80%" stays a text without blanks.
+
+    Raises:
+        ValueError: it is none of these, or a share that is not above 0 and at most 100.
+    """
     if not isinstance(value, str):
         return as_count(name, value)
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)
+    if share is not None:
+        if not 0 < float(share[1]) <= 100:
+            raise ValueError(f"{name}={value!r} is no share of what is free; give more than 0% and at most 100%.")
+        return f"{share[1]}%"
     try:
         return bytes_in(value)
     except ValueError as error:

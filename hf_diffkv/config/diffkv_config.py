@@ -27,6 +27,7 @@ from .checks import (
     payload_bits,
 )
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, preset_named
+from .until_full import AUTO, as_until_full, check_until_full, only_precision, precise_of
 
 METADATA_BITS = (16, 32)
 # attributes that are not fields; the second holds the names of the given fields from `__new__` to `__post_init__`
@@ -75,7 +76,12 @@ class DiffKVConfig:
             significance and position. With 16, scales have 5 bits of mantissa and significance is rounded randomly.
             Tokens have neither significance nor position if no level depends on significance (`selects`).
         page_bytes: maximum size of a unified page in bytes; None chooses the best filled size near 6 KiB.
-        max_bytes: byte budget per device, as a number or a size such as "3GB"; None is unlimited.
+        max_bytes: byte budget per device, as a number, a size such as "3GB", or a share such as "80%" of the memory
+            that is free when a cache stores its first tokens; None is unlimited.
+        until_full: precision of all tokens until `max_bytes` is full. From then on whole heads of a request are lowered
+            to their final precision, the least harmful ones first; when all are, a `MemoryError` ends the generation.
+            "auto" takes K8V8 if all tokens of all heads have one final precision of fewer bits, else None. None raises
+            thresholds instead, and prunes tokens.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. With a
             `compile_config` of `generate()` the forward is compiled first.
 
@@ -100,7 +106,8 @@ class DiffKVConfig:
     adaptive_rounding: bool = False
     metadata_bits: int = 32
     page_bytes: int | None = None
-    max_bytes: int | None = None
+    max_bytes: int | str | None = None
+    until_full: Precision | str | None = AUTO
     cuda_graphs: bool = True
 
     if TYPE_CHECKING:
@@ -123,6 +130,7 @@ class DiffKVConfig:
             metadata_bits: int = ...,
             page_bytes: int | None = ...,
             max_bytes: int | str | None = ...,
+            until_full: Precision | str | None = ...,
             cuda_graphs: bool = ...,
         ) -> None: ...
     else:
@@ -150,6 +158,7 @@ class DiffKVConfig:
         object.__setattr__(self, "head_precisions", as_head_precisions(self.head_precisions))
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", as_bytes("max_bytes", self.max_bytes))
+        object.__setattr__(self, "until_full", as_until_full(self.until_full))
         for name in ("window", "observation_window", "page_bytes"):
             if getattr(self, name) is not None or name == "window":
                 object.__setattr__(self, name, as_count(name, getattr(self, name)))
@@ -167,22 +176,29 @@ class DiffKVConfig:
             )
         if self.head_precisions is not None and self.policy != "diffkv":
             raise ValueError(f"head_precisions leave policy={self.policy!r} nothing to choose; leave one of them out.")
+        check_until_full(self)
 
     @property
     def selects(self) -> bool:
         """Whether a token's level depends on its significance.
 
-        False if all tokens of a head get one precision whatever attention they receive. Then the policy is "diffkv"
-        and `max_bytes` is None. Besides, either `head_precisions` covers all layers and heads; or `alpha_low` is 0
-        everywhere, and `alpha_high` is 0 or infinite everywhere or both precisions are equal. Such layers store neither
-        significance nor positions and do no work for them, even if other layers of the cache do (`of_layer`).
+        False if all tokens of a head get one precision whatever attention they receive. Then the policy is "diffkv",
+        and there is no `max_bytes` or tokens are `precise` until it is full. Besides, either `head_precisions` covers
+        all layers and heads; or `alpha_low` is 0 everywhere, and `alpha_high` is 0 or infinite everywhere or both
+        precisions are equal. Such layers store neither significance nor positions and do no work for them, even if
+        other layers of the cache do (`of_layer`).
         """
-        if self.policy != "diffkv" or self.max_bytes is not None:
+        if self.policy != "diffkv" or (self.max_bytes is not None and self.precise is None):
             return True
         if self.head_precisions is not None and None not in self.head_precisions:
             return False
         pairs = paired(self.alpha_low, self.alpha_high)
         return any(low > 0 or (0 < high < math.inf and self.high != self.low) for low, high in pairs or ())
+
+    @property
+    def precise(self) -> Precision | None:
+        """Precision of all tokens until `max_bytes` is full; None without a budget, or if tokens are chosen for it."""
+        return None if self.max_bytes is None else precise_of(self)
 
     def check_layers(self, count: int) -> None:
         """Raises `ValueError` if thresholds or precisions are given for another number of compressed layers."""
@@ -200,8 +216,16 @@ class DiffKVConfig:
 
         Returns:
             A configuration without `head_precisions`, with thresholds as one number or one per KV head. If heads have
-            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`.
+            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, that is
+            `high`, the final precision is `low`, and `alpha_high` is infinite.
         """
+        if self.precise is not None:
+            final = only_precision(self)
+            of_all: dict[str, Any] = {"high": self.precise, "low": final, "alpha_high": math.inf, "alpha_low": 0.0}
+            return dataclasses.replace(self, head_precisions=None, **of_all)
+        if self.max_bytes is not None and self.until_full is not None:
+            # what holds for all layers is decided by the whole
+            return dataclasses.replace(self, until_full=None).of_layer(index)
         chosen = None if self.head_precisions is None else self.head_precisions[index]
         if chosen is None:
             alphas = {name: getattr(self, name) for name in ("alpha_high", "alpha_low")}
@@ -346,8 +370,12 @@ class DiffKVConfig:
             raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON, without an empty `head_precisions`, so that earlier releases can read them."""
+        """Returns plain values for JSON, without fields that change nothing, so that earlier releases can read them."""
         values = dataclasses.asdict(self)
+        if isinstance(self.until_full, Precision):
+            values["until_full"] = self.until_full.full_name
+        elif self.max_bytes is None:
+            del values["until_full"]
         layers = values.pop("head_precisions")
         if layers is not None:
             names = [[fields and Precision(**fields).full_name for fields in layer or ()] or None for layer in layers]

@@ -39,7 +39,12 @@ def from_text(text: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     if not isinstance(values, dict):
         raise ValueError("a DiffKV config must be a JSON object.")
     calibration = values.pop(CALIBRATION, None)
-    return values, calibration
+    return as_written(values), calibration
+
+
+def as_written(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a file with `until_full`, None if `max_bytes` came from a release that pruned for it."""
+    return fields if fields.get("max_bytes") is None else {"until_full": None, **fields}
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:

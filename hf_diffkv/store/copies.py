@@ -8,6 +8,7 @@ Pages are reference-counted. The last owner keeps the pool and its pages without
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..pages import NULL_PAGE, PagePool, PageTable
 from ..pages.rows import ROW_STATE
 from .budget import make_room
 from .compaction import settle
+from .lowering import make_room_for_copies
 from .state import Store
 
 COPY_PAGES = 4096
@@ -35,7 +37,7 @@ def fork_store(store: Store) -> Store:
         _release_at_end(store)
     store.pool.share(store.owned_pages())
     twin = object.__new__(Store)
-    twin.__dict__.update(store.__dict__)
+    twin.__dict__.update(store.__dict__, lowering=replace(store.lowering))
     twin.twins.add(twin)
     _release_at_end(twin)
     return twin
@@ -56,6 +58,7 @@ def make_private(store: Store) -> None:
         for name in (*ROW_STATE, "flag", "invalid", "changed_past"):
             setattr(store, name, getattr(store, name).clone())
         store.padding = store.padding.copy()
+        store.lowering.moments = None if store.lowering.moments is None else store.lowering.moments.clone()
         store.recorded = list(store.recorded)
         store.scratch = None
     store.twins.discard(store)
@@ -125,13 +128,16 @@ def prepare_rows(store: Store, index: Tensor) -> None:
     make_private(store)
     settle(store)
     rows_more = max(0, index.numel() - store.batch_size)
-    store.check_budget((store.bytes - store.pool.bytes) * rows_more // store.batch_size)
+    more = (store.bytes - store.pool.bytes) * rows_more // store.batch_size
+    if store.lowering.active:
+        make_room_for_copies(store, index, more)
+    store.check_budget(more)
     given, _, duplicate = _moves(store, index.to(store.device))
     missing = max(0, int(duplicate.sum()) - given.numel())
     try:
         store.pool.ensure_free(missing)
     except MemoryError:
-        if store.config.max_bytes is None:
+        if store.config.max_bytes is None or store.lowering.active:
             raise
         make_room(store, missing)
         prepare_rows(store, index)
@@ -157,6 +163,7 @@ def drop_unused_layers(store: Store, used: int) -> None:
     for name in (*ROW_STATE, "layer_index"):
         setattr(store, name, getattr(store, name)[:used].clone())
     store.table.table = store.table.table[:used].clone()
+    store.lowering.moments = None if store.lowering.moments is None else store.lowering.moments[:used].clone()
     store.recorded = store.recorded[:used]
     store.num_layers = used
     store.layers = store.layers[:used]

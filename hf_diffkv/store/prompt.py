@@ -21,6 +21,7 @@ from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..pages.segments import score_noise, segments
 from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
+from .lowering import make_room_for_prompt, note_queries
 from .prompt_kernels import PromptPlan, store_by_kernels
 from .state import Store
 from .transform import (
@@ -79,6 +80,8 @@ class PromptAttention:
     ) -> None:
         self._store, self._layer = store, layer
         self._new, self._mask = NewPrompt.checked(store, layer, key, value, valid), mask
+        if store.lowering.active:
+            make_room_for_prompt(store, key.shape[2], valid)
         self._received: Tensor | None = None
         self._moment: Tensor | None = None
 
@@ -272,6 +275,8 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
+    if store.lowering.active:
+        note_queries(store, layer, moment)
     if store.stores_by_kernel:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return

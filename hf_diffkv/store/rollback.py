@@ -15,6 +15,7 @@ from torch import Tensor
 from ..ops.softmax import Softmax
 from .copies import make_private
 from .decode import StepAttention
+from .lowering import give_way
 from .prompt import PromptAttention, StoredPast, attend_from_newest
 from .recorded import Read, Recorded
 from .state import Store
@@ -31,6 +32,12 @@ def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, 
     together = new if before is None else before.followed_by(new)
     entering = NewPrompt(store, layer, together.key, together.value, together.valid)
     return together, entering, StoredPast.read(store, layer, entering)
+
+
+def _reserve(store: Store, more: int) -> None:
+    """Makes room for `more` bytes of recorded tokens. Raises `MemoryError` if they do not fit."""
+    give_way(store, more)
+    store.check_budget(more)
 
 
 class RecordedAttention:
@@ -64,7 +71,7 @@ class RecordedAttention:
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
         if first and (layer == 0 or self._readers):
             later = self._readers * query.numel() * query.element_size()
-            store.check_budget(later + self._new.bytes * (store.num_layers if layer == 0 else 0))
+            _reserve(store, later + self._new.bytes * (store.num_layers if layer == 0 else 0))
         together, entering, past = _after_recorded(store, layer, self._new)
         # without readers the queries of all recorded tokens are here, so that each may see other tokens
         asked = query if self._readers else together.reads[0].query
@@ -100,7 +107,7 @@ def commit(store: Store, rejected: int) -> None:
             "copy.deepcopy of the cache."
         )
     make_private(store)
-    store.forward = None
+    store.forward, store.lowering.made_room = None, False
     store.seen -= rejected
     store.padding.length -= rejected
     kept = max(held, default=0) - rejected
@@ -108,8 +115,9 @@ def commit(store: Store, rejected: int) -> None:
     generation_step = kept == 1 and store.seen > 1
     if generation_step:
         prepare_step(store)
-    for layer, recorded in enumerate(store.recorded):
-        store.recorded[layer] = None
+    # no longer counted, so that their budget is there for their pages
+    held_by_layer, store.recorded = store.recorded, [None] * store.num_layers
+    for layer, recorded in enumerate(held_by_layer):
         if recorded is not None and recorded.tokens > rejected:
             _store(store, layer, recorded.part(0, recorded.tokens - rejected), generation_step)
 

@@ -27,6 +27,7 @@ from ..pages.rows import ROW_STATE
 from ..policy import make_policy
 from .host_reads import read_together
 from .kv_heads import KVHeads
+from .lowering_state import LoweringState
 from .recorded import Recorded
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class Padding:
     """Mask of each request's real logical positions; takes no memory while there is no padding."""
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
-        self.batch_size, self.device = batch_size, device
-        self.length = 0
+        self.batch_size, self.device, self.length = batch_size, device, 0
         self._valid: Tensor | None = None
 
     @property
@@ -111,7 +111,7 @@ class Store:
     `sink_end`, and the tokens from `window_start` on (pages/rows.py). A row is one (layer, request, KV head).
 
     Args:
-        config: configuration of the cache.
+        config: configuration of the layers, with `max_bytes` in bytes.
         num_layers: number of compressed layers in this store.
         batch_size: number of requests.
         heads: KV heads of each layer.
@@ -185,6 +185,7 @@ class Store:
         # bytes of the cache's other stores on this device, and their layers still to come in this forward
         self.taken = 0
         self.layers_later = 0
+        self.lowering = LoweringState(config.precise is not None)
         self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False
         self.scratch: Scratch | None = None
@@ -225,8 +226,8 @@ class Store:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
         tensors += [self.length, self.window_start, self.sink_end, self.table.table, self.alpha_high, self.alpha_low]
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
-        if self.scratch is not None:
-            tensors += self.scratch.tensors()
+        tensors += [] if self.scratch is None else self.scratch.tensors()
+        tensors += [] if self.lowering.moments is None else [self.lowering.moments]
         bounds = [] if self.all_bounds is None else [*self.layer_bounds, self.all_bounds]
         return [*tensors, self.flag, *(tensor for bound in bounds for tensor in bound.tensors())]
 
@@ -379,7 +380,7 @@ class Store:
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets the thresholds of an empty layer.
 
-        Without token selection, heads at the low precision have infinity and the others zero.
+        Without token selection, low heads have infinity and others zero. With `until_full` rows may be lowered already.
 
         Args:
             alpha_high, alpha_low: one number, or one per head.
@@ -393,6 +394,8 @@ class Store:
                     f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads here; give "
                     f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
+        if self.lowering.active:
+            return
         alphas = self.policy.first_alphas(alpha_high, alpha_low)
         if not self.layout.selects and self.config.high == self.config.low:
             alphas = (0.0, 0.0)
@@ -402,13 +405,12 @@ class Store:
     @property
     def max_bytes(self) -> int | None:
         """Share of the budget that the device's other stores leave, in bytes; None if unlimited."""
-        limit = self.config.max_bytes
-        return None if limit is None else limit - self.taken
+        return None if self.config.max_bytes is None else int(self.config.max_bytes) - self.taken
 
     def check_budget(self, more: int) -> None:
         """Sets the pool's limit; raises `MemoryError` unless `more` bytes outside the pool fit into the budget."""
         self.update_limit(more)
-        if self.config.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
+        if self.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
             raise MemoryError(
                 f"{more} more bytes do not fit into max_bytes={self.config.max_bytes}; raise max_bytes, or use fewer "
                 "sequences."
@@ -424,7 +426,7 @@ class Store:
         if max_bytes is None:
             return
         # growth that is possible before the next update of the limit
-        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + self.config.max_bytes // 32
+        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + (max_bytes + self.taken) // 32
         growth += self.pool.granularity
         other = self.bytes_beside_pool() + growth + more
         pages = (max_bytes - other) // (self.layout.page_bytes + 8)

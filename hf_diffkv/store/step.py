@@ -14,6 +14,7 @@ from ..pages.pool import FREE
 from .budget import make_room
 from .compaction import settle
 from .copies import make_private
+from .lowering import make_room_for_steps
 from .prompt_kernels import pages_of
 from .state import Store
 from .transform import is_whole
@@ -32,7 +33,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     make_private(store)
     store.check_positions(tokens)
     settle(store)
-    store.forward = None
+    store.forward, store.lowering.made_room = None, False
     if tokens > 1 and not store.stores_by_kernel:
         store.check_values()
     if _generates(store, tokens):
@@ -96,7 +97,10 @@ def refresh(store: Store) -> None:
     except MemoryError:
         if store.config.max_bytes is None:
             raise
-        make_room(store, more_pages)
+        if store.lowering.active:
+            make_room_for_steps(store, high + low, lookahead, int(free))
+        else:
+            make_room(store, more_pages)
         refresh(store)
     store.steps_left = store.refresh_steps
 

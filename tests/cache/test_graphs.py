@@ -156,6 +156,22 @@ def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -
 
 
 @pytest.mark.slow
+def test_heads_are_lowered_between_replays(steps) -> None:
+    """The text is that of steps from Python, which lower the same rows."""
+    tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(3))
+    model = build(2, num_key_value_heads=2)
+    fields = {"high": "K4V4", "low": "K4V4", "alpha_high": 0.0, "alpha_low": 0.0}
+    _, free = run(model, False, tokens, 24, {**fields, "max_bytes": 10**6})
+    limit = free.memory().bytes - 500
+    cache, eager = assert_alike(model, tokens, 24, {**fields, "max_bytes": limit})
+    (store,), (other,) = cache.stores.all, eager.stores.all
+    assert store.lowering.tokens == other.lowering.tokens > 0 and torch.equal(store.low_heads, other.low_heads)
+    # tables that widen are captured anew
+    assert steps[0].replays >= 12
+    assert cache.memory().bytes <= limit
+
+
+@pytest.mark.slow
 def test_a_second_turn_and_a_fork(model, steps) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(3))
     turn = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(4))

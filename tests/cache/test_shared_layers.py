@@ -179,7 +179,7 @@ def test_a_budget_is_kept() -> None:
     model = model_of()
     free = started(model, LENGTHS, CONFIG)
     limit = free.cache.memory().compressed_bytes
-    run = started(model, LENGTHS, DiffKVConfig(alpha_high=0.0, alpha_low=0.0, window=16, max_bytes=limit))
+    run = started(model, LENGTHS, DiffKVConfig(alpha_high=0.0, window=16, max_bytes=limit, until_full=None))
     run.steps(tokens(3, 10))
     run.feed(tokens(3, 30))
     assert run.cache.memory().compressed_bytes <= limit

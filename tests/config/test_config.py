@@ -53,7 +53,63 @@ def test_round_trips(config: DiffKVConfig, tmp_path: Path) -> None:
     assert DiffKVConfig.from_pretrained(tmp_path / "new" / "folder") == config
     written = json.loads((tmp_path / "new" / "folder" / "diffkv_config.json").read_text())
     unknown_before = set() if config.head_precisions else {"head_precisions"}
+    unknown_before |= {"until_full"} if config.max_bytes is None else set()
     assert set(written) == {field.name for field in dataclasses.fields(DiffKVConfig)} - unknown_before
+
+
+FINAL = {"high": "K5V4", "low": "K5V4", "alpha_high": 0.0}
+PER_HEAD = {"head_precisions": [["K5V4", "K4V3"], ["K5V4", "K5V4"]]}
+
+
+@pytest.mark.parametrize(
+    "fields, precise",
+    [
+        ({"max_bytes": "1GB"}, "K8V8"),
+        ({}, None),
+        ({"max_bytes": "1GB", "until_full": None}, None),
+        ({"max_bytes": "1GB", "until_full": "K8V4"}, "K8V4"),
+        ({"max_bytes": "1GB", "alpha_low": 0.1, "alpha_high": 0.1}, None),
+        ({"max_bytes": "1GB", "high": "K8V8", "low": "K8V8"}, None),
+        ({"max_bytes": "1GB", "high": "K8V4", "alpha_high": float("inf")}, "K8V8"),
+        ({"max_bytes": "1GB", "high": "K8V4", "alpha_high": (0.0, float("inf"))}, None),
+        ({"max_bytes": "1GB", "policy": "leankv"}, None),
+        ({"max_bytes": "1GB", **PER_HEAD}, None),
+        ({"max_bytes": "1GB", "head_precisions": [["K5V4", "K5V4"], None]}, "K8V8"),
+    ],
+    ids=str,
+)
+def test_what_is_stored_precisely_until_the_budget_is_full(fields: dict[str, Any], precise: str | None) -> None:
+    config = DiffKVConfig(**{**FINAL, **fields})
+    assert (config.precise and config.precise.name) == precise
+    layer = config.of_layer(0)
+    assert layer.precise == config.precise
+    if precise is not None:
+        assert layer.of_layer(0) == layer
+        assert (layer.high.name, layer.low.name, layer.selects, config.selects) == (precise, "K5V4", False, False)
+    assert DiffKVConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"until_full": "K8V8"}, "until_full needs max_bytes"),
+        ({"until_full": "K8V8", "max_bytes": "1GB", **PER_HEAD}, "one final precision for all tokens and heads"),
+        ({"until_full": "K8V8", "max_bytes": "1GB", "policy": "leankv"}, "one final precision"),
+        ({"until_full": "K4V4", "max_bytes": "1GB"}, "K4V4 must need more bits than the final precision K5V4"),
+        ({"until_full": "always", "max_bytes": "1GB"}, "until_full='always'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_precise_until_full(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DiffKVConfig(**{**FINAL, **fields})
+
+
+def test_files_of_releases_that_pruned_for_a_budget_still_do(tmp_path: Path) -> None:
+    (tmp_path / "diffkv_config.json").write_text(json.dumps({**FINAL, "max_bytes": 10**9}))
+    assert DiffKVConfig.from_pretrained(tmp_path) == DiffKVConfig(**FINAL, max_bytes=10**9, until_full=None)
+    DiffKVConfig(**FINAL, max_bytes=10**9).save_pretrained(tmp_path)
+    assert DiffKVConfig.from_pretrained(tmp_path).until_full == "auto"
 
 
 def test_missing_and_malformed_files(tmp_path: Path) -> None:

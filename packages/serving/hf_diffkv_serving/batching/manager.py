@@ -19,11 +19,13 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from hf_diffkv.cache.continuous_batching import check_no_call
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
+from hf_diffkv.cache.free_memory import budget_of, free_bytes
 from hf_diffkv.cache.registration import cache_fields
 from hf_diffkv.cache.resolve import moments_for, resolve_config
 from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
+from hf_diffkv.precision import Precision
 
 from .attention import paged_attention
 from .beginnings import check_marks
@@ -45,7 +47,7 @@ from .ranks import Ranks
 from .records import Records, RequestRecord, brought
 from .sampling import Sampling, add_sampler
 from .servable import check_servable, model_layers
-from .sizes import free_bytes, make_slots, try_attention
+from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
 
 # tokens of a forward where the user says nothing, as in Transformers
@@ -86,6 +88,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._modules = check_servable(model)
         self._layers = model_layers(model.config)
         self._config = resolve_config(model, fields.pop("config", None), fields)
+        if isinstance(self._config.until_full, Precision):
+            raise ValueError(
+                f"until_full={self._config.until_full.name} is not supported in continuous batching, where a full "
+                "budget makes requests wait; leave until_full out."
+            )
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
         # a `PrefixStore`, once `use_prefixes` was called
@@ -390,7 +397,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         budget = self._config.max_bytes
         if budget is None:
             budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
-            budget = self._shape.ranks.least(budget)
+        elif isinstance(budget, str):
+            budget = budget_of(budget, self._shape.device)
+        budget = self._shape.ranks.least(budget)
         windows = None if sliding is None else SlidingWindows(text_config, sliding, self._shape)
         states = LinearStates(self._states) if self._states else None
         others = [other for other in (windows, states) if other is not None]

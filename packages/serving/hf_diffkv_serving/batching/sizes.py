@@ -123,19 +123,3 @@ def make_slots(
     fitting = int(max_bytes / token) + config.window + config.sinks
     longest = shape.ranks.least(max(1, fitting if tokens is None else min(fitting, tokens)))
     return Slots(config, shape, num_layers, requests, max_tokens=longest, max_bytes=max_bytes, others=others)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that may still be taken on `device`.
-
-    Raises:
-        ValueError: nobody knows; the caller should be given a budget.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type == "cpu":
-        import psutil
-
-        return psutil.virtual_memory().available
-    raise ValueError(f"how much memory is free on {device} is not known; set max_bytes in cache_config.")
