@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tables import markdown
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "serving.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "notes" / "serving.md"
 BLOCK = re.compile(r"(<!-- serving -->\n).*?(<!-- end -->)", re.DOTALL)
 CASE = ("device", "dtype", "threads", "kind", "model", "case", "engine", "prompt")
 
@@ -94,7 +94,7 @@ def report(path: Path) -> None:
 
 
 def document(path: Path) -> None:
-    """Puts them into docs/serving.md."""
+    """Puts them into docs/notes/serving.md."""
     rows = read(path)
     text = f"{machine(rows)}\n\n{tables(rows)}"
     DOCUMENT.write_text(BLOCK.sub(lambda match: f"{match[1]}{text}\n{match[2]}", DOCUMENT.read_text()))

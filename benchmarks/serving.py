@@ -132,7 +132,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")
     parser.add_argument("--report", action="store_true", help="measure nothing, report what the output holds")
-    parser.add_argument("--document", action="store_true", help="with --report: into docs/serving.md as well")
+    parser.add_argument("--document", action="store_true", help="with --report: into docs/notes/serving.md as well")
     return parser.parse_args(arguments)
 
 
