@@ -234,6 +234,8 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
     tensors[f"store{index}.padding"] = store.padding.mask().clone()
     for name in ROW_STATE:
         tensors[f"store{index}.{name}"] = getattr(store, name).clone()
+    # earlier releases know no lowered tokens
+    lowered = {"lowered": store.lowering.tokens} if store.lowering.active else {}
     return {
         "num_layers": store.num_layers,
         "batch_size": store.batch_size,
@@ -244,8 +246,8 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
         "seen": store.seen,
         "steps_since_compaction": 0,
         "tightening": store.tightening,
-        "lowered": store.lowering.tokens,
         "page_bytes": store.layout.page_bytes,
+        **lowered,
     }
 
 
