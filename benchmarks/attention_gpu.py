@@ -86,7 +86,8 @@ def _swept_error(query: Tensor, heads: int, output: Tensor, rows: RandomRows) ->
 
 def compressed_call(rows: RandomRows, query: Tensor) -> Callable[[], Tensor]:
     """Attention over `rows` with buffers that stay, as in a captured step."""
-    scratch = ops_for_rows(rows.held).allocate_scratch(query, rows.held, rows.bounds.max_tokens)
+    allocate = ops_for_rows(rows.held).allocate_scratch
+    scratch = None if allocate is None else allocate(query, rows.held, rows.bounds.max_tokens)
     return lambda: rows.attend(query, scratch=scratch)
 
 

@@ -28,6 +28,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.evaluation.methods.base import tensor_bytes
 from hf_diffkv.native import library
+from hf_diffkv.store import Store
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"tiny-lm": ROOT / "examples/models/tiny-lm", "smollm2": ROOT / "build/models/smollm2"}
@@ -190,10 +191,12 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: Tokens) -> None:
             cache.update(tokens.key, tokens.value, index)
         return
 
-    def found(query: Tensor, *args: object, observed: int | None, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        return torch.zeros_like(query), None if observed == 0 else tokens.received.clone()
+    def found(
+        store: Store, layer: int, past: object, query: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Any, Any]:
+        return torch.zeros_like(query), tokens.received.clone() if store.layout.selects else None
 
-    with mock.patch("hf_diffkv.store.prompt.prefill_attention", found):
+    with mock.patch("hf_diffkv.store.prompt.attend_beside", found):
         attend_all(model, cache, tokens)
 
 

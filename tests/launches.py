@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from host_reads import HostReads
 from triton.runtime.interpreter import GridExecutor
 
+from hf_diffkv.ops import table
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.prefill_attention import wide
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity, prompt
+from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity
 
 # what the first layer of a forward reads, in one copy to the host
 FIRST_READS = ["cpu in read_together", "numpy in read_together"]
@@ -72,7 +75,7 @@ class Launches(HostReads):
 
 def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes prompts attend by the reference in the phase "attention", which is followed by the phase "after"."""
-    attention = prompt.prefill_attention
+    attention = table.ops_of("reference").prefill_attention
 
     def marked(*args: Any, **options: Any) -> Any:
         counter.phase = "attention"
@@ -81,7 +84,9 @@ def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
         counter.phase = "after"
         return found
 
-    monkeypatch.setattr(prompt, "prefill_attention", marked)
+    monkeypatch.setattr(wide, "prefill_attention", marked)
+    # implementations that were found before stay as they are
+    monkeypatch.setattr(table, "ops_of", cache(table.ops_of.__wrapped__))
 
 
 def turns_of_layers(

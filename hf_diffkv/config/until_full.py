@@ -13,7 +13,7 @@ AUTO = "auto"
 PRECISE = Precision(8, 8)
 
 
-class Levels(Protocol):
+class BudgetFields(Protocol):
     """Fields of a configuration (`DiffKVConfig`) that determine precisions, and its budget."""
 
     @property
@@ -39,7 +39,7 @@ def as_until_full(value: Any) -> Precision | str | None:
     return value if value is None or value == AUTO else as_precision("until_full", value)
 
 
-def only_precision(config: Levels) -> Precision | None:
+def only_precision(config: BudgetFields) -> Precision | None:
     """Returns the precision of all tokens of all heads, whatever attention they get; None if there is no such one."""
     if config.policy != "diffkv":
         return None
@@ -53,7 +53,7 @@ def only_precision(config: Levels) -> Precision | None:
     return found.pop() if len(found) == 1 else None
 
 
-def check_until_full(config: Levels) -> None:
+def check_until_full(config: BudgetFields) -> None:
     """Raises `ValueError` if `until_full` is a precision that cannot be used."""
     precise = config.until_full
     if not isinstance(precise, Precision):
@@ -73,7 +73,7 @@ def check_until_full(config: Levels) -> None:
         )
 
 
-def precise_of(config: Levels) -> Precision | None:
+def precise_of(config: BudgetFields) -> Precision | None:
     """Returns the precision of tokens until `max_bytes` is full; None if tokens are chosen to stay within it."""
     if config.max_bytes is None or config.until_full is None:
         return None

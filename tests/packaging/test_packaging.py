@@ -13,6 +13,7 @@ import pytest
 
 import hf_diffkv
 from hf_diffkv import import_hook
+from hf_diffkv.ops.table import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[2]
 # the folder of each distribution, with its package
@@ -130,6 +131,9 @@ def test_every_module_is_reached_from_the_api_or_the_command_line() -> None:
     waiting = ["hf_diffkv", "hf_diffkv.__main__", "hf_diffkv.training", "hf_diffkv.lmcache", "hf_diffkv.ray"]
     waiting += [f"hf_diffkv.{place}" for place in hf_diffkv._LAZY.values()]
     waiting += [name for name in modules if name.startswith(by_name)]
+    waiting += [
+        f"hf_diffkv.ops.{place.split(':')[0]}" for places in IMPLEMENTATIONS.values() for place in places.values()
+    ]
     while waiting:
         name = waiting.pop()
         if name in modules and name not in reached:

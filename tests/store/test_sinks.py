@@ -147,7 +147,7 @@ def test_a_budget_never_takes_sinks() -> None:
     fields = {"alpha_high": 0.0, "alpha_low": 0.0, "window": 8, "page_bytes": 512}
     free, tight = (
         RotatedPair(DiffKVConfig(**fields, **limit), 2, heads=2, group=2, dim=16, dtype=torch.float32)
-        for limit in ({}, {"max_bytes": 30_000})
+        for limit in ({}, {"max_bytes": 30_000, "until_full": None})
     )
     for pair in (free, tight):
         for tokens in (300, *[1] * 150):
