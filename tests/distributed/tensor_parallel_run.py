@@ -63,8 +63,9 @@ def contents(cache: DiffKVCache) -> dict[str, Any]:
         "dense_bytes": cache.memory().dense_bytes,
     }
     if cache.config.selects:
-        # heads that choose nothing keep none
-        found["sums"] = torch.stack([cache.significance(i).nan_to_num(-1.0) for i in layers])
+        # layers with a precision for each head keep none
+        choosing = [i for index, i in enumerate(layers) if cache.config.of_layer(index).selects]
+        found["sums"] = torch.stack([cache.significance(i).nan_to_num(-1.0) for i in choosing])
     return found
 
 

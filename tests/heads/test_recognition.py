@@ -334,7 +334,8 @@ def test_smollm2(smollm2: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, model in same.items():
         assert lookup.measured_of(model) == table, name
         assert lookup.queries_of(model) == lookup.SHIPPED / "smollm2-135m-instruct.safetensors", name
+        # weights that are off may count as a relative's
+        assert not caplog.records or name == "off"
     assert [name for name, model in same.items() if identity_of(model).digest == table.model_digest] == ["folder"]
-    assert not caplog.records
     random = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert lookup.measured_of(random) is None and lookup.queries_of(random) is None

@@ -142,6 +142,7 @@ def test_a_further_turn_computes_new_tokens_alone(server: Server) -> None:
         return text, server.idle()["prompt_tokens"] - before
 
     first, further = "@oak=5305 @elm=1177 @yew=9021 ?elm=", "\n?yew="
+    kept = server.statistics()["prefixes"]["kept"]
     answer, computed = ask(first)
     ids = tokenizer()(first).input_ids
     assert computed == len(ids)
@@ -150,7 +151,7 @@ def test_a_further_turn_computes_new_tokens_alone(server: Server) -> None:
     held = len(ids) + NEW - 1
     assert computed == len(tokenizer()(text).input_ids) - held
     found = server.statistics()["prefixes"]
-    assert found["tokens_reused"] == held and found["hits"]["device"] == 1 and found["kept"] > 2
+    assert found["tokens_reused"] == held and found["hits"]["device"] == 1 and found["kept"] > kept
 
 
 def test_chats_with_one_system_message_share_it(server: Server) -> None:
