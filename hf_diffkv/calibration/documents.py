@@ -19,8 +19,10 @@ from ..evaluation.tasks.prompts import encode
 from ..evaluation.tasks.text import stretches, texts
 
 SEED = 20260
-# tokens of a prompt, and of what follows it: of a text or a copy, and of questions with answers
-DOCUMENT_LENGTH, TEXT_FOLLOWING, RECALL_FOLLOWING = 1200, 32, 64
+# tokens of a prompt, and of what follows it
+DOCUMENT_LENGTH, FOLLOWING = 1200, 32
+# least tokens of answers that count, however many tokens a question takes
+LEAST_ANSWERED = 8
 TEXT_COUNT, COPY_COUNT = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
 # length in characters from which a paragraph does not occur in two topics by chance
@@ -44,8 +46,8 @@ def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: i
     """
     pieces = short_topics() if pieces is None else pieces
     remedy = "lower --length, or give a longer text where you choose it"
-    found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, TEXT_FOLLOWING, remedy)
-    texts = [_counting_at(document, range(TEXT_FOLLOWING)) for document in found[:TEXT_COUNT]]
+    found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, FOLLOWING, remedy)
+    texts = [_counting_at(document, range(FOLLOWING)) for document in found[:TEXT_COUNT]]
     copies = [copying(document, tokenizer, index) for index, document in enumerate(found[TEXT_COUNT:])]
     source = Source(tokenizer, 1, length, SEED)
     recall = [recalling(get_task(name).document(source, index)) for name, count in RECALL for index in range(count)]
@@ -75,7 +77,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def recalling(document: Document) -> Document:
-    """Appends as many questions with answers as fit; the answers' predictions count."""
+    """Appends as many questions with answers as fit, up to the last prediction that counts; those of answers do."""
     following: list[int] = []
     positions: list[int] = []
     for question, answer in document.questions:
@@ -83,16 +85,16 @@ def recalling(document: Document) -> Document:
         start = len(following) + len(question) - 1
         following += [*question, *answer]
         positions += range(start, start + len(answer))
-    return _counting_at(
-        replace(document, questions=(), continuation=tuple(following[:RECALL_FOLLOWING])),
-        [position for position in positions if position < RECALL_FOLLOWING],
-    )
+    end = max(FOLLOWING, positions[LEAST_ANSWERED - 1] + 1)
+    counted = [position for position in positions if position < end]
+    continuation = tuple(following[: counted[-1] + 1])
+    return _counting_at(replace(document, questions=(), continuation=continuation), counted)
 
 
 def copying(document: Document, tokenizer: Any, index: int) -> Document:
     """Appends a repeated part of the text; predictions count once it is clear which part."""
     start = random.Random(f"{SEED}/copy/{index}").randrange(len(document.context) // 2)
-    again = document.context[start : start + TEXT_FOLLOWING]
+    again = document.context[start : start + FOLLOWING]
     copied = replace(
         document, name=f"copy-{index}", context=(*document.context, *encode(tokenizer, "\n\n")), continuation=again
     )

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.calibration import heads as heads_module
-from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, POSITIONS, documents_for
+from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, POSITIONS, documents_for, recalling
 from hf_diffkv.calibration.heads import mean_kl, measure, measure_heads
 from hf_diffkv.calibration.watched import in_float32
 from hf_diffkv.compat import passing
@@ -167,10 +167,10 @@ def test_documents_are_not_those_of_the_evaluation() -> None:
     assert len({found.digest for found in documents}) == 8
     assert [found.digest for found in documents_for(tokenizer)] == [found.digest for found in documents]
     for found in documents:
-        assert 0.9 * DOCUMENT_LENGTH <= len(found.context) <= DOCUMENT_LENGTH + 2 and len(found.continuation) == (
-            32 if found.name.startswith(("text", "copy")) else 64
-        )
-        assert found.extra[POSITIONS] and max(found.extra[POSITIONS]) < len(found.continuation)
+        assert 0.9 * DOCUMENT_LENGTH <= len(found.context) <= DOCUMENT_LENGTH + 2
+        if found.name.startswith(("text", "copy")):
+            assert len(found.continuation) == 32
+        assert max(found.extra[POSITIONS]) == len(found.continuation) - 1
     texts = [tokenizer.decode(found.context) for found in documents]
     for name in ("text", "dictionary", "key-value", "passage"):
         task = get_task(name)
@@ -186,6 +186,23 @@ def test_answers_are_predicted_from_the_tokens_before_them() -> None:
     start = document.extra[POSITIONS][0]
     assert document.name == "dictionary-0" and question.startswith("\n\nIn the old dialect,")
     assert tokenizer.decode(document.continuation[: start + 1]).endswith(" means")
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "expected"),
+    [
+        # the fourth question's answer is the last one that is predicted within 32 tokens
+        (5, 3, [4, 5, 6, 12, 13, 14, 20, 21, 22, 28, 29, 30]),
+        (20, 20, list(range(19, 32))),
+        # questions without end: eight tokens of answers count all the same
+        (40, 3, [39, 40, 41, 82, 83, 84, 125, 126]),
+    ],
+)
+def test_answers_follow_for_32_tokens(question: int, answer: int, expected: list[int]) -> None:
+    asked = (tuple(range(question)), tuple(range(100, 100 + answer)))
+    found = recalling(Document("facts", (1, 2), questions=(asked,) * 12))
+    assert found.extra[POSITIONS] == expected
+    assert found.continuation == ((asked[0] + asked[1]) * 12)[: expected[-1] + 1]
 
 
 def run(output: Path | None = None, length: int = 900) -> Sensitivity:

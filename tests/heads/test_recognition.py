@@ -35,6 +35,7 @@ from hf_diffkv.heads.recognition import identity_of, mark_of, marks_in
 from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.heads.weights import model_digest, norm_name, norms_of
 from hf_diffkv.planning import without_weights
+from hf_diffkv.running.models import resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -339,3 +340,20 @@ def test_smollm2(smollm2: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert [name for name, model in same.items() if identity_of(model).digest == table.model_digest] == ["folder"]
     random = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert lookup.measured_of(random) is None and lookup.queries_of(random) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_qwen(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Path(resolve_model(name))
+    if not folder.is_dir():
+        pytest.skip("run `make models MODELS=...`")
+    shipped = lookup.SHIPPED / f"{name}-instruct.json"
+    model = without_weights(AutoConfig.from_pretrained(folder))
+    assert lookup.measured_of(model) == Sensitivity.load(shipped)
+    assert lookup.queries_of(model) == shipped.with_suffix(".safetensors")
+    assert identity_of(model).digest == Sensitivity.load(shipped).model_digest and not caplog.records
+    # the other size is no relative
+    sizes = {path: Sensitivity.load(path).mark for path in lookup.SHIPPED.glob("*.json")}
+    mark = identity_of(model).mark
+    assert [path for path, other in sizes.items() if mark.distance(other) <= RELATIVE] == [shipped]
