@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.prompt_tokens import Placement, PromptTokens
+from ..ops.store_prompt.tokens import Placement, PromptTokens
 from ..pages.pool import FREE
 from .state import Store
 from .transform import NewPrompt
@@ -41,17 +41,13 @@ def store_by_kernels(
         if received is None:
             raise
         return False
-    rows, tokens = store.rows(layer), PromptTokens(new.key, new.value, forward.rank, forward.count)
+    # imports Triton, which only kernels need
+    from ..ops.store_prompt.launch import store_prompt
+
+    tokens = PromptTokens(new.key, new.value, forward.rank, forward.count)
     centers = forward.centers[layer]
     placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
-    if received is None:
-        from ..ops.store_uniform.launch import store_uniform
-
-        store_uniform(rows, tokens, placement, holds=forward.longest[layer] > 0)
-    else:
-        from ..ops.store_by_thresholds.launch import store_by_thresholds
-
-        store_by_thresholds(rows, tokens, placement, received)
+    store_prompt(store.rows(layer), tokens, placement, forward.longest[layer], received)
     store.forget_bounds()
     return True
 
