@@ -2,14 +2,15 @@
 
 Each op has an implementation in plain PyTorch, the reference, and may have others: Triton kernels and native code. An
 implementation handles everything its backend is chosen for, if necessary through the reference. A backend without an
-implementation of its own uses the reference's. To add an op or a backend, add it here.
+implementation of its own uses the reference's. Some ops are composed of others instead. To add an op or a backend, add
+it here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -31,16 +32,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         NATIVE: "append.native:append_rotated",
         KERNELS: "append.launch:append_rotated",
     },
-    "append_and_attend": {
-        REFERENCE: "decode_attention.reference:append_and_attend",
-        NATIVE: "decode_attention.native:append_and_attend",
-        KERNELS: "decode_attention.launch:append_and_attend",
-    },
-    "compact_windows": {
-        REFERENCE: "compact.reference:compact_windows",
-        NATIVE: "compact.native:compact_windows",
-        KERNELS: "compact.launch:compact_windows",
-    },
+    "append_and_attend": {NATIVE: "decode_attention.native:append_and_attend"},
+    "compact_windows": {NATIVE: "compact.native:compact_windows"},
     "compact_step": {
         REFERENCE: "compact.reference:compact_step",
         NATIVE: "compact.native:compact_step",
@@ -81,6 +74,11 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
     "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
 }
+# functions of a backend's ops, for backends that have no implementation of their own
+COMPOSED = {
+    "append_and_attend": "composed:append_and_attend",
+    "compact_windows": "composed:compact_windows",
+}
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,8 @@ class Ops:
         backend: one of `ops.backend.BACKENDS`.
         append_token: appends the newest token of every request to its window (append/reference.py).
         append_rotated: rotates keys, values and queries first (append/reference.py).
-        append_and_attend: appends a token and attends from it, both in the model's form
-            (decode_attention/reference.py).
-        compact_windows: compacts the rows whose windows are overfull (compact/reference.py).
+        append_and_attend: appends a token and attends from it, both in the model's form (composed.py).
+        compact_windows: compacts the rows whose windows are overfull (composed.py).
         compact_step: compacts given rows once (compact/reference.py).
         decode_attention: attends from one new token per request and updates the sums (decode_attention/reference.py).
         allocate_scratch: allocates buffers for `decode_attention` (decode_attention/scratch.py); None if it needs none.
@@ -136,14 +133,20 @@ def ops_for_rows(rows: LayerRows) -> Ops:
 @cache
 def ops_of(backend: str) -> Ops:
     """Returns the ops of a backend."""
-    return Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
+    ops = Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
+    composed = {name: place for name, place in COMPOSED.items() if getattr(ops, name) is None}
+    return replace(ops, **{name: partial(_load(place), ops) for name, place in composed.items()})
 
 
 def _found(places: dict[str, str], backend: str) -> Any:
     place = places.get(backend, places.get(REFERENCE))
     if place is None:
         return None
-    module, name = place.split(":")
-    op = attrgetter(name)(import_module(f".{module}", __package__))
+    op = _load(place)
     # autocast does not reach native code
     return op if place == places.get(NATIVE) else without_autocast(op)
+
+
+def _load(place: str) -> Any:
+    module, name = place.split(":")
+    return attrgetter(name)(import_module(f".{module}", __package__))

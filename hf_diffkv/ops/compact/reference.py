@@ -5,7 +5,7 @@ A row is one (layer, request, KV head). Nothing is read back to the host: rows w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,18 +83,6 @@ def compact_step(
     """
     _move(rows, candidates(rows, leaving), high_threshold, low_threshold, bounds.tiles, feedback)
     rows.window_start.add_(leaving)
-
-
-def compact_windows(
-    rows: LayerRows,
-    window: int,
-    high_threshold: Tensor,
-    low_threshold: Tensor | None,
-    **options: Any,
-) -> None:
-    """Compacts all rows whose windows hold more than `window` tokens; further arguments as in `compact_step`."""
-    leaving = rows.length - rows.window_start > window
-    compact_step(rows, leaving, high_threshold, low_threshold, **options)
 
 
 def _move(

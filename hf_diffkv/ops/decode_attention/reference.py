@@ -18,9 +18,7 @@ from torch import Tensor
 from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, column, fields
 from ...pages.rows import held_tokens
 from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
-from ..append.reference import append_rotated, append_token
 from ..backend import compute_dtype
-from ..rotation import Rotation, rotate
 from ..softmax import SharedAttention, Softmax
 from ..tiles import Bounds, Tiles
 
@@ -128,47 +126,6 @@ def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring:
     received = torch.exp(logits - log_total[..., None]).amax(1)
     counted = scoring[:, None] & ~newest.repeat_interleave(kv_heads, dim=0)
     return torch.where(counted, received, 0.0).float()
-
-
-def append_and_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: LayerRows,
-    softmax: Softmax,
-    *,
-    rotation: Rotation | None,
-    limit: float,
-    bounds: Bounds,
-    valid: Tensor | None = None,
-    scratch: None = None,
-) -> Tensor:
-    """Appends the newest token of every request and attends from it.
-
-    Args:
-        query, key, value: states of the model, [batch, query_heads or heads, 1, dim]; the query may be absorbed.
-        rows: rows to append to and attend to.
-        softmax: softmax parameters of the layer.
-        rotation: rotations of keys and values, or None.
-        limit: largest magnitude that can be stored.
-        bounds, valid, scratch: arguments of `decode_attention`.
-
-    Returns:
-        Attention output in the model's form, [batch, query_heads, 1, value_dim] in the query's dtype.
-    """
-    query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-    if rotation is None:
-        key = rotate(key[:, :, None], None, rows.offset)[:, :, 0]
-        append_token(rows, key, value, limit=limit, valid=valid)
-    elif query.shape[-1] == key.shape[-1]:
-        query = append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
-    else:
-        append_rotated(rows, key, value, None, rotation, limit=limit, valid=valid)
-        parts = query[None].split([key.shape[-1], value.shape[-1]], dim=-1)
-        query = torch.cat([rotate(part, matrix)[0] for part, matrix in zip(parts, (rotation.key, rotation.value))], -1)
-    output = decode_attention(query, rows, softmax, bounds=bounds, valid=valid, scratch=scratch)
-    # heads are passed as tokens: tiles of one token each would read the matrix once per tile
-    return (output if rotation is None else rotate(output[None], rotation.value.mT)[0])[:, :, None]
 
 
 @dataclass
