@@ -158,23 +158,18 @@ class PromptPlan:
             if not self.looked:
                 self.free = store.pool.free_list.free
             ahead = [layer, *sorted(self.left - {layer})][: -(-len(self.left) // 4)]
-            pages = sum(self.pages[each] for each in ahead)
-            try:
-                store.pool.ensure_free(pages, self.free)
-            except MemoryError:
-                self._provide_one(store, need)
-            else:
+            for pages in (sum(self.pages[each] for each in ahead), need):
+                try:
+                    store.pool.ensure_free(pages, self.free)
+                except MemoryError:
+                    continue
                 self.free = max(self.free, pages)
+                break
+            else:
+                # the caller stores the layer without kernels
+                self.free, self.looked = 0, False
+                raise MemoryError(f"{need} pages for a layer's new tokens are not free.")
         self.free, self.looked = self.free - need, False
-
-    def _provide_one(self, store: Store, need: int) -> None:
-        try:
-            store.pool.ensure_free(need, self.free)
-        except MemoryError:
-            # the caller stores the layer without kernels
-            self.free, self.looked = 0, False
-            raise
-        self.free = max(self.free, need)
 
 
 def _lacking_pages(
