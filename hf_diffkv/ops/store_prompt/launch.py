@@ -62,34 +62,32 @@ def store_prompt(
         return
     given = _arguments(rows, new, placement)
     given["shift"] = _fix_offsets(rows, given) if placement.centers else None
-    run = partial(launch, device=rows.device, given=given)
+    run = partial(launch, device=rows.device, given=given, num_warps=NUM_WARPS)
     block = block_tokens(max(rows.layout.high.key_dim, rows.layout.high.value_dim))
     if received is not None or placement.feedback is not None:
         # rounding, and two tiers at once, need more registers
         block = max(16, block // 2)
     tiles = {"BLOCK": block, "num_warps": NUM_WARPS if placement.feedback is None else ROUNDING_WARPS}
-    of_past, of_window, of_new = (
-        (many, triton.cdiv(past, block)),
-        (many, triton.cdiv(rows.slots, block)),
-        (many, triton.cdiv(tokens, block)),
-    )
+
+    def grid(tokens: int) -> tuple[int, int]:
+        return many, triton.cdiv(tokens, block)
+
     if received is None:
-        run(take_pages_kernel, (many,), num_warps=NUM_WARPS)
+        run(take_pages_kernel, (many,))
         if past:
-            run(leave_window_kernel, of_window, **tiles)
-        run(store_new_kernel, of_new, **tiles)
+            run(leave_window_kernel, grid(rows.slots), **tiles)
+        run(store_new_kernel, grid(tokens), **tiles)
     else:
         given |= _lists(rows, received.contiguous(), past)
-        counted = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-        run(decide_kernel, (many, given["blocks"]), **counted)
-        run(count_kernel, (many,), num_warps=NUM_WARPS)
-        run(list_kernel, (many, given["blocks"] + 1), **counted)
+        run(decide_kernel, (many, given["blocks"]), BLOCK=BLOCK)
+        run(count_kernel, (many,))
+        run(list_kernel, (many, given["blocks"] + 1), BLOCK=BLOCK)
         if past:
-            run(demote_kernel, of_past, **tiles)
-            run(close_kernel, of_past, BLOCK=block, num_warps=NUM_WARPS)
-            run(level_window_kernel, of_window, **tiles)
-        run(level_new_kernel, of_new, **tiles)
-    run(advance_kernel, (many,), num_warps=NUM_WARPS)
+            run(demote_kernel, grid(past), **tiles)
+            run(close_kernel, grid(past), BLOCK=block)
+            run(level_window_kernel, grid(rows.slots), **tiles)
+        run(level_new_kernel, grid(tokens), **tiles)
+    run(advance_kernel, (many,))
 
 
 def _arguments(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict[str, object]:
