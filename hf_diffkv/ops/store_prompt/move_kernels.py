@@ -68,7 +68,7 @@ def demote_kernel(
     """Moves high tokens to the low tier. Grid: (rows, cdiv(past, BLOCK)).
 
     Args:
-        feedback: as in `NewTokens`.
+        feedback: field of `NewTokens`.
     """
     row = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -133,7 +133,7 @@ def level_window_kernel(
     """Stores tokens that leave the window at their level. Grid: (rows, cdiv(slots, BLOCK)).
 
     Args:
-        shift, feedback: as in `leave_tile`.
+        shift, feedback: arguments of `leave_tile`.
     """
     row = tl.program_id(0)
     request = row // heads

@@ -122,7 +122,7 @@ def leave_window_kernel(
     """Stores the tokens that leave the windows, and shifts the remaining ones. Grid: (rows, cdiv(slots, BLOCK)).
 
     Args:
-        shift, feedback: as in `leave_tile`.
+        shift, feedback: arguments of `leave_tile`.
     """
     row = tl.program_id(0)
     request = row // heads
@@ -160,8 +160,8 @@ def store_new_kernel(
 
     Args:
         key, value: key and value states of the model, [batch, heads, tokens, dim], with the strides given.
-        key_matrix, value_matrix, offset, feedback, limit: as in `NewTokens`.
-        invalid: as in `WindowSlots`.
+        key_matrix, value_matrix, offset, feedback, limit: fields of `NewTokens`.
+        invalid: field of `WindowSlots`.
     """
     row = tl.program_id(0)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)

@@ -131,7 +131,7 @@ def leave_tile(pages, to, window_key, window_value, window_score, slot, token, t
         token, there: results of `token_in_slot`.
         stays: tokens whose shifted keys are written, bool [tokens]; None writes none.
         shift: offset to subtract from all keys that were in the window, float32 [rows, key_dim], or None.
-        feedback: as in `NewTokens`.
+        feedback: field of `NewTokens`.
     """
     x = load_window(window_key, slot, there, TIER, True)
     if shift is not None:
