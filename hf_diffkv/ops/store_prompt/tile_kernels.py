@@ -22,7 +22,7 @@ WindowSlots = namedtuple("WindowSlots", "key value score slot stays invalid")
 # pointers to new tokens, [tokens], contiguous rotations, the offset to subtract from keys, float32 [rows, key_dim],
 # matrices by which keys are rounded (ops/rounding), float32 [rows, key_dim, key_dim], and the largest magnitude of an
 # element, or with a rotation the largest norm of a token; all but pointers and limit may be None
-NewTokens = namedtuple("NewTokens", "keys values key_matrix value_matrix offset feedback limit")
+NewTokens = namedtuple("NewTokens", "key value key_matrix value_matrix offset feedback limit")
 
 
 @triton.jit
@@ -102,14 +102,14 @@ def enter_tile(pages, to, new, exact, active, score, position, row, TIER: tl.con
         active: tokens to read, bool [tokens].
         score, position: float32 and int64 [tokens].
     """
-    x, good = new_tile(new.keys, active, new.key_matrix, new.limit, KEY_ROOT, TIER, True, INNER, OPERAND)
+    x, good = new_tile(new.key, active, new.key_matrix, new.limit, KEY_ROOT, TIER, True, INNER, OPERAND)
     if new.offset is not None:
         x = less(x, new.offset, row, TIER)
     x = rounded(x, DTYPE)
     if exact is not None:
         keep_tile(x, exact.key, exact.slot, exact.stays, TIER, True, DTYPE)
     store_tile(x, pages, to, new.feedback, row, TIER, True, DTYPE)
-    x, fine = new_tile(new.values, active, new.value_matrix, new.limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
+    x, fine = new_tile(new.value, active, new.value_matrix, new.limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
     x = rounded(x, DTYPE)
     store_tile(x, pages, to, None, row, TIER, False, DTYPE)
     store_scalars(pages, to, score, position, TIER)
