@@ -74,10 +74,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
     "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
 }
-# functions of a backend's ops, for backends that have no implementation of their own
+# ops composed of others, for backends without an implementation of their own; the first argument is the backend's ops
 COMPOSED = {
-    "append_and_attend": "composed:append_and_attend",
-    "compact_windows": "composed:compact_windows",
+    "append_and_attend": "decode_attention.reference:append_and_attend",
+    "compact_windows": "compact.reference:compact_windows",
 }
 
 
@@ -89,8 +89,9 @@ class Ops:
         backend: one of `ops.backend.BACKENDS`.
         append_token: appends the newest token of every request to its window (append/reference.py).
         append_rotated: rotates keys, values and queries first (append/reference.py).
-        append_and_attend: appends a token and attends from it, both in the model's form (composed.py).
-        compact_windows: compacts the rows whose windows are overfull (composed.py).
+        append_and_attend: appends a token and attends from it, both in the model's form
+            (decode_attention/reference.py).
+        compact_windows: compacts the rows whose windows are overfull (compact/reference.py).
         compact_step: compacts given rows once (compact/reference.py).
         decode_attention: attends from one new token per request and updates the sums (decode_attention/reference.py).
         allocate_scratch: allocates buffers for `decode_attention` (decode_attention/scratch.py); None if it needs none.

@@ -5,7 +5,7 @@ A row is one (layer, request, KV head). Nothing is read back to the host: rows w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ...pages.segments import Contents, as_positions, as_scores, segments
 from ..quantize.reference import load_tokens, store_tokens
 from ..rounding import LARGEST_BITS, ModelFeedback
 from ..rounding.reference import round_keys
+from ..table import Ops
 from ..tiles import Bounds, Tiles
 
 
@@ -83,6 +84,14 @@ def compact_step(
     """
     _move(rows, candidates(rows, leaving), high_threshold, low_threshold, bounds.tiles, feedback)
     rows.window_start.add_(leaving)
+
+
+def compact_windows(
+    ops: Ops, rows: LayerRows, window: int, high_threshold: Tensor, low_threshold: Tensor | None, **options: Any
+) -> None:
+    """Compacts all rows whose windows hold more than `window` tokens, by the step of `ops`; arguments as there."""
+    leaving = rows.length - rows.window_start > window
+    ops.compact_step(rows, leaving, high_threshold, low_threshold, **options)
 
 
 def _move(

@@ -111,13 +111,13 @@ def enter_tile(pages, to, new, exact, active, score, position, row, TIER: tl.con
     store_tile(x, pages, to, new.feedback, row, TIER, True, DTYPE)
     x, fine = new_tile(new.value, active, new.value_matrix, new.limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
     x = rounded(x, DTYPE)
-    store_tile(x, pages, to, None, row, TIER, False, DTYPE)
-    store_scalars(pages, to, score, position, TIER)
     if exact is not None:
         keep_tile(x, exact.value, exact.slot, exact.stays, TIER, False, DTYPE)
         tl.store(exact.score + exact.slot, score, mask=exact.stays)
         wrong = tl.sum((active & ~(good & fine)).to(tl.int32), 0)
         tl.store(exact.invalid, 1, mask=wrong > 0)
+    store_tile(x, pages, to, None, row, TIER, False, DTYPE)
+    store_scalars(pages, to, score, position, TIER)
 
 
 @triton.jit
