@@ -1,4 +1,4 @@
-"""Expected results of `ops/store_by_thresholds`, in plain PyTorch, row by row."""
+"""Expected results of `ops/store_prompt` by thresholds, in plain PyTorch, row by row."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from uniform_oracle import Exact, exact_tokens, keep_exact
 
-from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
 from hf_diffkv.ops.quantize.reference import load_tokens, move_tokens, store_tokens
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
+from hf_diffkv.ops.store_prompt.tokens import Placement, PromptTokens
 from hf_diffkv.pages import (
     HIGH,
     HIGH_LEVEL,
@@ -25,13 +25,8 @@ from hf_diffkv.pages.rows import held_tokens
 from hf_diffkv.pages.segments import Contents, score_noise, segments
 
 
-def store_by_thresholds(
-    rows: LayerRows,
-    new: PromptTokens,
-    placement: Placement,
-    received: Tensor,
-) -> None:
-    """Arguments as in the op."""
+def store_prompt(rows: LayerRows, new: PromptTokens, placement: Placement, past: int, received: Tensor) -> None:
+    """Arguments as in the op; the length of the longest row is not used."""
     rows.check_tokens(new.key, new.value)
     feedback = placement.feedback
     # ranks in the window, by position, before anything changes

@@ -1,4 +1,4 @@
-"""Expected results of `ops/store_uniform`, in plain PyTorch: many new tokens enter rows that keep every token."""
+"""Expected results of `ops/store_prompt`, in plain PyTorch: many new tokens enter rows that keep every token."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from chosen_ops import rotate
 from torch import Tensor
 
 from hf_diffkv.ops.backend import compute_dtype
-from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
 from hf_diffkv.ops.quantize.reference import store_tokens
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
+from hf_diffkv.ops.store_prompt.tokens import Placement, PromptTokens
 from hf_diffkv.pages import HIGH, LOW, LayerRows, column
 from hf_diffkv.pages.rows import held_tokens, slots_of
 from hf_diffkv.pages.segments import Contents
 
 
-def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:
-    """Arguments as in the op; whether windows hold tokens is seen here."""
+def store_prompt(
+    rows: LayerRows, new: PromptTokens, placement: Placement, past: int = 0, received: Tensor | None = None
+) -> None:
+    """Arguments as in the op; the length of the longest row is not used."""
+    assert received is None
     rows.check_tokens(new.key, new.value)
     exact = exact_tokens(rows, new, placement)
     _take_pages(rows, exact.start)

@@ -2,14 +2,15 @@
 
 Each op has an implementation in plain PyTorch, the reference, and may have others: Triton kernels and native code. An
 implementation handles everything its backend is chosen for, if necessary through the reference. A backend without an
-implementation of its own uses the reference's. To add an op or a backend, add it here.
+implementation of its own uses the reference's. Some ops are composed of others instead. To add an op or a backend, add
+it here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -31,16 +32,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         NATIVE: "append.native:append_rotated",
         KERNELS: "append.launch:append_rotated",
     },
-    "append_and_attend": {
-        REFERENCE: "decode_attention.reference:append_and_attend",
-        NATIVE: "decode_attention.native:append_and_attend",
-        KERNELS: "decode_attention.launch:append_and_attend",
-    },
-    "compact_windows": {
-        REFERENCE: "compact.reference:compact_windows",
-        NATIVE: "compact.native:compact_windows",
-        KERNELS: "compact.launch:compact_windows",
-    },
+    "append_and_attend": {NATIVE: "decode_attention.native:append_and_attend"},
+    "compact_windows": {NATIVE: "compact.native:compact_windows"},
     "compact_step": {
         REFERENCE: "compact.reference:compact_step",
         NATIVE: "compact.native:compact_step",
@@ -80,6 +73,11 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "second_moment": {REFERENCE: "rounding.moments:second_moment", KERNELS: "rounding.launch:second_moment"},
     "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
     "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
+}
+# ops composed of others, for backends without an implementation of their own; the first argument is the backend's ops
+COMPOSED = {
+    "append_and_attend": "decode_attention.reference:append_and_attend",
+    "compact_windows": "compact.reference:compact_windows",
 }
 
 
@@ -136,14 +134,20 @@ def ops_for_rows(rows: LayerRows) -> Ops:
 @cache
 def ops_of(backend: str) -> Ops:
     """Returns the ops of a backend."""
-    return Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
+    ops = Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
+    composed = {name: place for name, place in COMPOSED.items() if getattr(ops, name) is None}
+    return replace(ops, **{name: partial(_load(place), ops) for name, place in composed.items()})
 
 
 def _found(places: dict[str, str], backend: str) -> Any:
     place = places.get(backend, places.get(REFERENCE))
     if place is None:
         return None
-    module, name = place.split(":")
-    op = attrgetter(name)(import_module(f".{module}", __package__))
+    op = _load(place)
     # autocast does not reach native code
     return op if place == places.get(NATIVE) else without_autocast(op)
+
+
+def _load(place: str) -> Any:
+    module, name = place.split(":")
+    return attrgetter(name)(import_module(f".{module}", __package__))

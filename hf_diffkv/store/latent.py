@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.prefill_attention.plain import attend_plainly
 from ..ops.prefill_attention.reference import dense_tokens
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
@@ -72,24 +72,15 @@ class ExpandedAttention:
         store.note_logits(layer, softmax)
         key, value = self._expand(latent, rope)
         earlier = _expanded(store, layer, past.earlier, self._expand)
-        if self._is_plain(softmax, earlier):
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax.scaling)
-            received = None
-        else:
-            observed = store.observation_window if store.layout.selects else 0
-            options = {"valid": self._new.valid, "mask": self._mask, "observed": observed}
-            # keys and values of all heads, for which there are kernels
-            prefill_attention = ops_for(store.device, store.dtype).prefill_attention
-            output, received = prefill_attention(query, key, value, softmax, past=earlier, **options)
+        observed = store.observation_window if store.layout.selects else 0
+        options = {"valid": self._new.valid, "mask": self._mask, "observed": observed}
+        # keys and values of all heads, for which there are kernels
+        prefill_attention = ops_for(store.device, store.dtype).prefill_attention
+        output, received = attend_plainly(prefill_attention, query, key, value, softmax, past=earlier, **options)
         # a token's significance is the maximum over the heads that read it
         received = None if received is None else received.amax(1, keepdim=True).float()
         compress(store, layer, past, self._new, received, None)
         return output
-
-    def _is_plain(self, softmax: Softmax, past: EarlierTokens) -> bool:
-        """Returns whether PyTorch's own attention suffices, which Transformers' caches use too."""
-        given = (softmax.softcap, softmax.sinks, self._new.valid, self._mask)
-        return not self._store.layout.selects and past.tokens == 0 and all(each is None for each in given)
 
 
 def _expanded(store: Store, layer: int, past: EarlierTokens, expand: Expand) -> EarlierTokens:

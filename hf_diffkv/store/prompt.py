@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..ops.latent_prompt import attend_absorbed
+from ..ops.latent_prompt import with_absorbed_queries
 from ..ops.softmax import Softmax
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens
 from ..pages.segments import score_noise, segments
@@ -193,7 +193,8 @@ def attend_beside(
     if not store.layout.selects:
         options["observed"] = 0
     query = query if past.rows is None else query_form(store, query)
-    attention = attend_absorbed if store.heads.latent else store.ops.prefill_attention
+    attention = store.ops.prefill_attention
+    attention = with_absorbed_queries(attention) if store.heads.latent else attention
     output, received = attention(query, key, value, softmax, past=past, **options)
     received = None if received is None else received.float()
     return output if past.rows is None else model_form(store, output), received

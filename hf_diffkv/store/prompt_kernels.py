@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.prompt_tokens import Placement, PromptTokens
+from ..ops.store_prompt.tokens import Placement, PromptTokens
 from ..pages.pool import FREE
 from .state import Store
 from .transform import NewPrompt
@@ -41,17 +41,13 @@ def store_by_kernels(
         if received is None:
             raise
         return False
-    rows, tokens = store.rows(layer), PromptTokens(new.key, new.value, forward.rank, forward.count)
+    # imports Triton, which only kernels need
+    from ..ops.store_prompt.launch import store_prompt
+
+    tokens = PromptTokens(new.key, new.value, forward.rank, forward.count)
     centers = forward.centers[layer]
     placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
-    if received is None:
-        from ..ops.store_uniform.launch import store_uniform
-
-        store_uniform(rows, tokens, placement, holds=forward.longest[layer] > 0)
-    else:
-        from ..ops.store_by_thresholds.launch import store_by_thresholds
-
-        store_by_thresholds(rows, tokens, placement, received)
+    store_prompt(store.rows(layer), tokens, placement, forward.longest[layer], received)
     store.forget_bounds()
     return True
 
@@ -162,23 +158,18 @@ class PromptPlan:
             if not self.looked:
                 self.free = store.pool.free_list.free
             ahead = [layer, *sorted(self.left - {layer})][: -(-len(self.left) // 4)]
-            pages = sum(self.pages[each] for each in ahead)
-            try:
-                store.pool.ensure_free(pages, self.free)
-            except MemoryError:
-                self._provide_one(store, need)
-            else:
+            for pages in (sum(self.pages[each] for each in ahead), need):
+                try:
+                    store.pool.ensure_free(pages, self.free)
+                except MemoryError:
+                    continue
                 self.free = max(self.free, pages)
+                break
+            else:
+                # the caller stores the layer without kernels
+                self.free, self.looked = 0, False
+                raise MemoryError(f"{need} pages for a layer's new tokens are not free.")
         self.free, self.looked = self.free - need, False
-
-    def _provide_one(self, store: Store, need: int) -> None:
-        try:
-            store.pool.ensure_free(need, self.free)
-        except MemoryError:
-            # the caller stores the layer without kernels
-            self.free, self.looked = 0, False
-            raise
-        self.free = max(self.free, need)
 
 
 def _lacking_pages(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact import stored_tokens
-from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
 from hf_diffkv.ops.rotation import Rotation, rotation_matrix
-from hf_diffkv.ops.store_by_thresholds.launch import store_by_thresholds
+from hf_diffkv.ops.store_prompt.launch import store_prompt
+from hf_diffkv.ops.store_prompt.tokens import Placement, PromptTokens
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.pages.rows import held_tokens
 from hf_diffkv.pages.segments import segments
@@ -134,8 +134,8 @@ TURNS = ((5, 3, 1.0), (40, 7, 1.0), (35, 0, 0.1), (30, 4, 0.0), (1, 0, 0.0))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are several blocks long, and there are more of those than are counted at a time."""
-    monkeypatch.setattr("hf_diffkv.ops.store_by_thresholds.launch.BLOCK", 32)
-    monkeypatch.setattr("hf_diffkv.ops.store_by_thresholds.launch.CHUNK", 2)
+    monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.BLOCK", 32)
+    monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.CHUNK", 2)
 
 
 def compare_turns(state: State, turns: tuple, exact: bool = True, **options: object) -> dict[str, int]:
@@ -145,9 +145,10 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
         before = [state.tokens(tier) for tier in (HIGH, LOW)]
         held = [state.page_count(tier) for tier in (HIGH, LOW)]
         want = copy.deepcopy(state)
-        turn = state.turn(tokens, padded, share, **options)
-        store_by_thresholds(state.rows, *turn)
-        thresholds_oracle.store_by_thresholds(want.rows, *turn)
+        new, placement, received = state.turn(tokens, padded, share, **options)
+        past = received.shape[-1] - tokens
+        store_prompt(state.rows, new, placement, past, received)
+        thresholds_oracle.store_prompt(want.rows, new, placement, past, received)
         assert_alike(state, want, exact)
         state.rows.pages.copy_(want.rows.pages)
         after = [state.tokens(tier) for tier in (HIGH, LOW)]
@@ -191,7 +192,7 @@ def test_what_does_not_fit_is_refused() -> None:
     state = State(K8V4, K4V2, torch.float32)
     new, placement, received = state.turn(5)
     with pytest.raises(ValueError, match="received must be"):
-        store_by_thresholds(state.rows, new, placement, received[:, :, 1:])
+        store_prompt(state.rows, new, placement, 0, received[:, :, 1:])
     with pytest.raises(ValueError, match="value must be"):
-        store_by_thresholds(state.rows, replace(new, value=new.value[:, :, 1:]), placement, received)
+        store_prompt(state.rows, replace(new, value=new.value[:, :, 1:]), placement, 0, received)
     assert not state.rows.length.any()

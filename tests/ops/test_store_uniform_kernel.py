@@ -12,7 +12,7 @@ import uniform_oracle
 from test_store_by_thresholds_kernel import PAGES, State, assert_alike
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.store_uniform.launch import store_uniform
+from hf_diffkv.ops.store_prompt.launch import store_prompt
 
 K5V4, K3V3 = Precision(5, 4), Precision(3, 3)
 # with two heads of two requests
@@ -30,10 +30,9 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
     """Compares after each of the turns: new tokens, and how many of the second request's are padding."""
     for tokens, padded in turns:
         want = copy.deepcopy(state)
-        new, placement, *_ = state.turn(tokens, padded, **options)
-        holds = bool(state.rows.length.any())
-        store_uniform(state.rows, new, placement, holds)
-        uniform_oracle.store_uniform(want.rows, new, placement, holds)
+        new, placement, received = state.turn(tokens, padded, **options)
+        store_prompt(state.rows, new, placement, received.shape[-1] - tokens)
+        uniform_oracle.store_prompt(want.rows, new, placement)
         assert_alike(state, want, exact)
         state.rows.pages.copy_(want.rows.pages)
     owned = state.rows.page_table[state.rows.page_table > 0].tolist()
@@ -58,7 +57,7 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
 def test_turns(high, low, dtype, fields, chunk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding, prompts that stay in their windows and leave them, pages that are begun; more rows than are counted at
     a time."""
-    monkeypatch.setattr("hf_diffkv.ops.store_uniform.launch.ROWS_CHUNK", chunk)
+    monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.CHUNK", chunk)
     state = state_of(high, low, dtype, **fields)
     compare_turns(state, ((5, 3), (60, 7), (35, 0), (3, 1), (1, 0)), exact=not state.rotates)
 

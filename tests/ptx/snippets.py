@@ -11,6 +11,7 @@ import torch
 from tools.kernels.emulator.block import Block
 from tools.kernels.emulator.global_memory import GlobalMemory
 from tools.kernels.emulator.parse import parse
+from tools.kernels.emulator.state import BlockState
 from tools.kernels.emulator.steps import Code
 
 KERNEL = """
@@ -55,7 +56,8 @@ def run(body: str, inputs: Sequence[np.ndarray], outputs: int = 1, threads: int 
         f"snippet_param_{i}": tensor.data_ptr().to_bytes(8, "little") for i, tensor in enumerate((given, results))
     }
     memory = GlobalMemory((given, results))
-    Block(Code(parse(text)), addresses, memory, shared, (0, 0, 0), (1, 1, 1)).run()
+    code = Code(parse(text))
+    Block(code, BlockState(code.program, addresses, memory, shared, (0, 0, 0), (1, 1, 1)), "(0, 0, 0)").run()
     return results.numpy().view(np.uint32)
 
 

@@ -18,8 +18,8 @@ def test_rows_are_levelled(high, low, dim, dtype, bits, emulator) -> None:
     """A padded prompt, and a turn in which tokens sink and rows end earlier."""
     seen = compare_turns(State(high, low, dtype, dim=dim, bits=bits), ((30, 7, 1.0), (30, 3, 0.1)))
     assert seen["demoted"] and seen["pruned"], seen
-    names = ["decide", "count", "list", "level_new", "finish"]
-    turn = ["decide", "count", "list", "demote", "close", "level_window", "level_new", "finish"]
+    names = ["decide", "count", "list", "level_new", "advance"]
+    turn = ["decide", "count", "list", "demote", "close", "level_window", "level_new", "advance"]
     assert [name.removesuffix("_kernel") for name, _ in emulator.launched] == names + turn
     # not in both tiers are pages given back
-    assert [name for name in turn if emulator.never_run(f"{name}_kernel")] == ["finish"]
+    assert [name for name in turn if emulator.never_run(f"{name}_kernel")] == ["advance"]

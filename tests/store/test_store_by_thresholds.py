@@ -28,9 +28,7 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     """
     monkeypatch.setattr(Store, "stores_by_kernel", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
-        monkeypatch.setattr(
-            "hf_diffkv.ops.store_by_thresholds.launch.store_by_thresholds", thresholds_oracle.store_by_thresholds
-        )
+        monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.store_prompt", thresholds_oracle.store_prompt)
     others, decide = [], prompt.decide_levels
 
     def noted(store: Store, layer: int, *arguments: object) -> object:

@@ -32,7 +32,7 @@ def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Stores tokens at once, by kernels or by their reference, while all else runs as on a CPU."""
     monkeypatch.setattr(Store, "stores_by_kernel", property(lambda store: not store.layout.selects))
     if how == "reference":
-        monkeypatch.setattr("hf_diffkv.ops.store_uniform.launch.store_uniform", uniform_oracle.store_uniform)
+        monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.store_prompt", uniform_oracle.store_prompt)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ QUICK = (
     r"|(store|load|copy)_tokens-K(8V4|4V2)-g11-d128|(find_victims|plan_rows|assign_pages|move_tokens)-K8V4-K4V2-d128|append-d128"
     r"|(moment|feedback|round_keys-K5V4)-d128|(store_new|leave_window)-K5V4_unscored-d128"
     r"|(sum_keys|fix_offsets|rotate)-K8V4_unscored-d128|(take_pages|advance)-K8V4_unscored-d64"
-    r"|(decide|count|list|demote|close|level_window|level_new|finish)-K8V4-K4V2-d128)"
+    r"|(decide|count|list|demote|close|level_window|level_new|advance)-K8V4-K4V2-d128)"
 )
 # bytes of shared memory that a program may take: sm_80 code also runs on sm_86 and sm_89, which have the least
 SHARED_LIMITS = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}

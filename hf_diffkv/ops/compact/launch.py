@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -40,18 +39,6 @@ def compact_step(
     if rows.count:
         _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), bounds.max_tokens, flag, feedback)
     rows.window_start.add_(leaving)
-
-
-def compact_windows(
-    rows: LayerRows,
-    window: int,
-    high_threshold: Tensor,
-    low_threshold: Tensor | None,
-    **options: Any,
-) -> None:
-    """Compacts the rows of overfull windows; arguments as in the reference."""
-    leaving = rows.length - rows.window_start > window
-    compact_step(rows, leaving, high_threshold, low_threshold, **options)
 
 
 def _move(

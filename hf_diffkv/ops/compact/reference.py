@@ -16,6 +16,7 @@ from ...pages.segments import Contents, as_positions, as_scores, segments
 from ..quantize.reference import load_tokens, store_tokens
 from ..rounding import LARGEST_BITS, ModelFeedback
 from ..rounding.reference import round_keys
+from ..table import Ops
 from ..tiles import Bounds, Tiles
 
 
@@ -86,15 +87,11 @@ def compact_step(
 
 
 def compact_windows(
-    rows: LayerRows,
-    window: int,
-    high_threshold: Tensor,
-    low_threshold: Tensor | None,
-    **options: Any,
+    ops: Ops, rows: LayerRows, window: int, high_threshold: Tensor, low_threshold: Tensor | None, **options: Any
 ) -> None:
-    """Compacts all rows whose windows hold more than `window` tokens; further arguments as in `compact_step`."""
+    """Compacts all rows whose windows hold more than `window` tokens, by the step of `ops`; arguments as there."""
     leaving = rows.length - rows.window_start > window
-    compact_step(rows, leaving, high_threshold, low_threshold, **options)
+    ops.compact_step(rows, leaving, high_threshold, low_threshold, **options)
 
 
 def _move(

@@ -9,9 +9,6 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
-from ..append.launch import append_rotated, append_token
-from ..rotation import Rotation
-from ..rotation_kernel import rotate
 from ..softmax import SharedAttention, Softmax
 from ..tiles import Bounds
 from .finish_kernel import finish_kernel
@@ -152,31 +149,6 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
             "HOLD": False,
         },
     }
-
-
-def append_and_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: LayerRows,
-    softmax: Softmax,
-    *,
-    rotation: Rotation | None,
-    limit: float,
-    bounds: Bounds,
-    valid: Tensor | None = None,
-    scratch: Scratch | None = None,
-) -> Tensor:
-    """Appends a token and attends from it; arguments and result as in the reference."""
-    query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-    if rotation is None:
-        key = rotate(key[:, :, None], None, rows.offset)[:, :, 0]
-        append_token(rows, key, value, limit=limit, valid=valid)
-    else:
-        query = append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
-    output = decode_attention(query, rows, softmax, bounds=bounds, valid=valid, scratch=scratch)
-    # heads are passed as tokens: tiles of one token each would read the matrix once per tile
-    return (output if rotation is None else rotate(output[None], rotation.value.mT)[0])[:, :, None]
 
 
 def _check_query(query: Tensor, rows: LayerRows, scaling: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from torch import Tensor
 from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, column, fields
 from ...pages.rows import held_tokens
 from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
-from ..append.reference import append_rotated, append_token
 from ..backend import compute_dtype
-from ..rotation import Rotation, rotate
+from ..rotation import Rotation
 from ..softmax import SharedAttention, Softmax
+from ..table import Ops
 from ..tiles import Bounds, Tiles
 
 CHUNK_ELEMENTS = 1 << 18
@@ -131,6 +132,7 @@ def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring:
 
 
 def append_and_attend(
+    ops: Ops,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -139,36 +141,36 @@ def append_and_attend(
     *,
     rotation: Rotation | None,
     limit: float,
-    bounds: Bounds,
     valid: Tensor | None = None,
-    scratch: None = None,
+    **options: Any,
 ) -> Tensor:
     """Appends the newest token of every request and attends from it.
 
     Args:
+        ops: ops of the backend that runs the parts.
         query, key, value: states of the model, [batch, query_heads or heads, 1, dim]; the query may be absorbed.
         rows: rows to append to and attend to.
         softmax: softmax parameters of the layer.
         rotation: rotations of keys and values, or None.
         limit: largest magnitude that can be stored.
-        bounds, valid, scratch: arguments of `decode_attention`.
+        valid, **options: arguments of `decode_attention`.
 
     Returns:
         Attention output in the model's form, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
     query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
     if rotation is None:
-        key = rotate(key[:, :, None], None, rows.offset)[:, :, 0]
-        append_token(rows, key, value, limit=limit, valid=valid)
+        key = ops.rotate(key[:, :, None], None, rows.offset)[:, :, 0]
+        ops.append_token(rows, key, value, limit=limit, valid=valid)
     elif query.shape[-1] == key.shape[-1]:
-        query = append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
+        query = ops.append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
     else:
-        append_rotated(rows, key, value, None, rotation, limit=limit, valid=valid)
-        parts = query[None].split([key.shape[-1], value.shape[-1]], dim=-1)
-        query = torch.cat([rotate(part, matrix)[0] for part, matrix in zip(parts, (rotation.key, rotation.value))], -1)
-    output = decode_attention(query, rows, softmax, bounds=bounds, valid=valid, scratch=scratch)
+        ops.append_rotated(rows, key, value, None, rotation, limit=limit, valid=valid)
+        parts = zip(query[None].split([key.shape[-1], value.shape[-1]], dim=-1), (rotation.key, rotation.value))
+        query = torch.cat([ops.rotate(part, matrix)[0] for part, matrix in parts], dim=-1)
+    output = ops.decode_attention(query, rows, softmax, valid=valid, **options)
     # heads are passed as tokens: tiles of one token each would read the matrix once per tile
-    return (output if rotation is None else rotate(output[None], rotation.value.mT)[0])[:, :, None]
+    return (output if rotation is None else ops.rotate(output[None], rotation.value.mT)[0])[:, :, None]
 
 
 @dataclass

@@ -6,11 +6,8 @@ compiler lets them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from .global_memory import GlobalMemory
 from .parse import Immediate, Instruction, Symbol
 from .state import BlockState
 from .steps import Code
@@ -20,20 +17,15 @@ NEVER = 1 << 30
 
 
 class Block:
-    """One block: where its threads stand, and the state that they share."""
+    """One block: where its threads stand, and the state that they share.
 
-    def __init__(
-        self,
-        code: Code,
-        parameters: Mapping[str, bytes],
-        memory: GlobalMemory,
-        shared_bytes: int,
-        index: tuple[int, int, int],
-        grid: tuple[int, int, int],
-    ) -> None:
+    Args:
+        name: name of the block in errors.
+    """
+
+    def __init__(self, code: Code, state: BlockState, name: str) -> None:
         threads = code.program.threads
-        self._code, self._index = code, index
-        self._state = BlockState(code.program, parameters, memory, shared_bytes, index, grid)
+        self._code, self._state, self._name = code, state, name
         self._at = np.zeros(threads, np.int64)
         self._waiting = np.zeros(threads, bool)
         self._done = np.zeros(threads, bool)
@@ -77,7 +69,7 @@ class Block:
             except Exception as error:
                 instruction = instructions[position]
                 kind = type(error) if isinstance(error, PtxError) else PtxError
-                where = f"{instruction.text} ({instruction.place}), block {self._index}"
+                where = f"{instruction.text} ({instruction.place}), block {self._name}"
                 raise kind(f"{self._code.program.name}: {where}: {error}") from error
             position += 1
         self._at[mask] = position

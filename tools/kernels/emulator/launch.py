@@ -16,6 +16,7 @@ import torch
 from .block import Block
 from .compiler import Compiler, Kernel
 from .global_memory import GlobalMemory
+from .state import BlockState
 
 Index = tuple[int, int, int]
 ORDERS: dict[str, Callable[[list[Index]], list[Index]]] = {
@@ -77,7 +78,8 @@ class Emulator:
         parameters = self._parameters(kernel, given)
         blocks = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(sizes)))]
         for index in ORDERS[self.order](blocks):
-            Block(kernel.code, parameters, memory, kernel.shared, index, sizes).run()
+            state = BlockState(kernel.code.program, parameters, memory, kernel.shared, index, sizes)
+            Block(kernel.code, state, str(index)).run()
 
     def never_run(self, name: str) -> list[str]:
         """Copies, matrix products, barriers and stores of a kernel that no launch has reached."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .rotation import Rotation
+from ..rotation import Rotation
 
 
 @dataclass(frozen=True, eq=False)

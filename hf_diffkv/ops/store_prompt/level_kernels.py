@@ -1,16 +1,11 @@
-"""Triton kernels that store many new tokens in rows with selection by thresholds (DiffKV, section 4.2).
+"""Triton kernels that decide levels by thresholds (DiffKV, section 4.2), and list where tokens go.
 
     decide        adds the received attention to every token's sum, decides its level, and counts the levels
     count         counts the tokens before each block, those a row keeps and gains, and the pages it lacks and frees
     list          lists each token's rank among its kind, the slots that become free, and the rows' page ids
-    demote        moves demoted tokens to the low tier, and low tokens beyond the row's new end forward
-    close         moves high tokens beyond the row's new end forward
-    level_window  stores the tokens that leave the window at their level
-    level_new     stores the new tokens at their level, or in the window
-    finish        updates counts, lengths, windows, the page table and the free list
 
-`demote`, `close` and `level_window` are skipped if nothing is stored. Before all of these, sums of keys are computed
-and offsets fixed if necessary (ops/store_uniform).
+Sums of keys are computed and offsets fixed before, if necessary (`offset_kernels.py`). Tokens are then moved
+(`move_kernels.py`), and `advance` ends the prompt (`row_kernels.py`, which describes common arguments).
 
 Each token has a column. The first P columns are the tokens before: a row's high tokens, then its low ones, then those
 of its window by position. The new tokens follow in their order. A kept token stays in its slot if the slot is below the
@@ -21,15 +16,9 @@ or a later launch, still has to read.
     level    level of each token (pages/rows.py), int8 [rows, columns]
     before   tokens kept in the high and the low tier and tokens added to them, int32 [rows, blocks, 4]: first of each
              block, later of all blocks before it
-    plan     these four counts of the whole row, pages it lacks, pages it frees, int32 [6, rows]
     order    rank among the tier's added tokens; for kept tokens the rank from the last one, int32 [rows, columns]
     target   free slots among the old ones, int32 [rows, P]: of the high tier, and from the first low column on of the
              low tier
-    entries  page ids of both tiers, int32 [rows, 2, width]
-    ring_state  the free list's state before, int64 [3]
-
-Rows are (request, head). `length`, `window_start` and `sink_end` are int64 [batch], with the values before the new
-tokens.
 """
 
 from __future__ import annotations
@@ -40,16 +29,25 @@ import triton.language as tl
 from ... import pages
 from ..compact.kernels import column, mean_significance, sum_totals
 from ..narrow_kernel import load_positions, load_scores, narrow_score, score_noise
-from ..store_uniform.kernels import CAPACITY, FREE, LENGTHS, START, new_start
+from .row_kernels import (
+    CAPACITY,
+    COUNTS,
+    GIVES,
+    KEPT,
+    LACKS,
+    LENGTHS,
+    START,
+    copy_state,
+    new_tokens,
+    slot_of,
+    tier_pages,
+)
 
 PADDING_LEVEL, PRUNED_LEVEL = tl.constexpr(pages.PADDING_LEVEL), tl.constexpr(pages.PRUNED_LEVEL)
 LOW_LEVEL, HIGH_LEVEL = tl.constexpr(pages.LOW_LEVEL), tl.constexpr(pages.HIGH_LEVEL)
 WINDOW_LEVEL = tl.constexpr(pages.WINDOW_LEVEL)
-# arguments of one layer, whose addresses may have any alignment, as LENGTHS do
-COUNTS = ("high_count", "low_count")
+# arguments of one layer, whose addresses may have any alignment
 LAYER = ("table", *COUNTS, *LENGTHS)
-# rows of `plan`; KEPT and ADDED have one for each tier
-KEPT, ADDED, LACKS, GIVES = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4), tl.constexpr(5)
 
 
 @triton.jit
@@ -100,7 +98,6 @@ def decide_kernel(
 
     Args:
         received: float32 [rows, past + tokens].
-        rank: number of real tokens before each, int32 [batch, tokens], -1 for padding; None if all are real.
         past: number of columns before the new tokens, P.
     """
     row, block = tl.program_id(0), tl.program_id(1)
@@ -108,9 +105,10 @@ def decide_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     place = row.to(tl.int64) * (past + tokens) + token
     there = token < past + tokens
-    start, total = new_start(count, length, window_start, request, True, tokens, window)
+    real, new, sinks, start, total = new_tokens(
+        token - past, rank, count, length, window_start, sink_end, request.to(tl.int64), tokens, window
+    )
     held, begin = tl.load(length + request), tl.load(window_start + request)
-    sinks = tl.load(sink_end + request)
     got = tl.load(received + place, mask=there, other=0.0)
     is_high, is_low, high, low = kinds(high_count, low_count, row, token)
     entries = table + row.to(tl.int64) * width
@@ -122,16 +120,10 @@ def decide_kernel(
     in_window = tl.maximum(held - begin, 0) + tl.minimum(held, sinks)
     is_exact = (exact >= 0) & (exact < in_window)
     exact = tl.where(exact < sinks, exact, exact + begin - sinks)
-    slot = tl.where(exact < sinks, exact, sink_slots + exact % (slots - sink_slots)) + row.to(tl.int64) * slots
+    slot = slot_of(exact, sinks, row, slots, sink_slots)
     sums = tl.load(window_score + slot, mask=is_exact, other=0.0) + got
     tl.store(window_score + slot, sums, mask=is_exact)
 
-    real = there & (token >= past)
-    new = token - past
-    if rank is not None:
-        new = tl.load(rank + request.to(tl.int64) * tokens + new, mask=real, other=-1)
-        real = real & (new >= 0)
-    new = held + new
     score = tl.where(is_exact, sums, tl.where(real, got, score))
     position = tl.where(is_exact, exact, tl.where(real, new, position))
     is_new = is_exact | real
@@ -157,7 +149,7 @@ def decide_kernel(
 @triton.jit(do_not_specialize=[*COUNTS, "rows", "blocks"])
 def count_kernel(
     before, plan, high_count, low_count, state, ring_state, rows, blocks,
-    HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
+    HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Accumulates the blocks' counts and plans each row's pages. Grid: (rows,)."""
     row = tl.program_id(0)
@@ -176,25 +168,14 @@ def count_kernel(
     kind = tl.arange(0, 4)
     tl.store(plan + kind * rows + row, total)
     held = tl.where(kind % 2 == 0, tl.load(high_count + row), tl.load(low_count + row))
-    capacity = tl.where(kind % 2 == 0, HIGH.capacity, LOW.capacity)
+    capacity = tl.where(kind % 2 == 0, HIGH_CAPACITY, LOW_CAPACITY)
     # kept and added counts of a tier are two entries apart
     pair = (kind[:, None] % 2 == kind[None, :] % 2).to(tl.int32)
     after = tl.sum(pair * total[None, :], 1)
-    grows = (after + capacity - 1) // capacity - (held + capacity - 1) // capacity
-    grows = tl.where(kind < 2, grows, 0)
+    grows = tl.where(kind < 2, tl.cdiv(after, capacity) - tl.cdiv(held, capacity), 0)
     tl.store(plan + LACKS * rows + row, tl.sum(tl.maximum(grows, 0), 0))
     tl.store(plan + GIVES * rows + row, tl.sum(tl.maximum(-grows, 0), 0))
-    if row == 0:
-        for part in tl.static_range(3):
-            tl.store(ring_state + part, tl.load(state + part))
-
-
-@triton.jit
-def tier_pages(plan, count, row, rows, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Returns the number of pages that a row's tier has and will have."""
-    after = tl.load(plan + (KEPT + IS_LOW) * rows + row) + tl.load(plan + (ADDED + IS_LOW) * rows + row)
-    held = tl.load(count + row)
-    return (held + TIER.capacity - 1) // TIER.capacity, (after + TIER.capacity - 1) // TIER.capacity
+    copy_state(state, ring_state, row)
 
 
 @triton.jit
@@ -213,6 +194,13 @@ def list_pages(ring, ring_state, table, entries, have, need, place, width, IS_LO
 
 
 @triton.jit
+def ranks(members, before):
+    """Returns the number of members before each token, int32; `before` points to that of earlier blocks."""
+    ones = members.to(tl.int32)
+    return tl.load(before) + tl.cumsum(ones, 0) - ones
+
+
+@triton.jit
 def list_block(level, before, plan, order, target, high_count, low_count, row, block, blocks, rows, columns, past,
                BLOCK: tl.constexpr):  # fmt: skip
     """Lists the ranks of a block's tokens, and its slots that become free."""
@@ -225,10 +213,8 @@ def list_block(level, before, plan, order, target, high_count, low_count, row, b
     keeps_high, keeps_low = is_high & (earned == HIGH_LEVEL), is_low & (earned == LOW_LEVEL)
     adds_high = (token >= high + low) & (earned == HIGH_LEVEL)
     adds_low = ~is_low & (earned == LOW_LEVEL)
-    kept_high = tl.load(counts) + tl.cumsum(keeps_high.to(tl.int32), 0) - keeps_high.to(tl.int32)
-    kept_low = tl.load(counts + 1) + tl.cumsum(keeps_low.to(tl.int32), 0) - keeps_low.to(tl.int32)
-    added_high = tl.load(counts + 2) + tl.cumsum(adds_high.to(tl.int32), 0) - adds_high.to(tl.int32)
-    added_low = tl.load(counts + 3) + tl.cumsum(adds_low.to(tl.int32), 0) - adds_low.to(tl.int32)
+    kept_high, kept_low = ranks(keeps_high, counts), ranks(keeps_low, counts + 1)
+    added_high, added_low = ranks(adds_high, counts + 2), ranks(adds_low, counts + 3)
     found = tl.where(adds_high, added_high, added_low)
     found = tl.where(keeps_high, tl.load(plan + KEPT * rows + row) - 1 - kept_high, found)
     found = tl.where(keeps_low, tl.load(plan + (KEPT + 1) * rows + row) - 1 - kept_low, found)
@@ -241,7 +227,7 @@ def list_block(level, before, plan, order, target, high_count, low_count, row, b
 @triton.jit(do_not_specialize=["table", *COUNTS, "rows", "width", "columns", "past", "blocks"])
 def list_kernel(
     ring, ring_state, table, entries, level, before, plan, order, target, high_count, low_count, rows, width, columns,
-    past, blocks, HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    past, blocks, HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Lists ranks and free slots of each block, and in the last program the pages of a row. Grid: (rows, blocks + 1).
 
@@ -256,65 +242,8 @@ def list_kernel(
         place = tl.load(ring_state + START) + taken
         held = table + row.to(tl.int64) * width
         own = entries + row.to(tl.int64) * (2 * width)
-        have, need = tier_pages(plan, high_count, row, rows, HIGH, 0)
+        have, need = tier_pages(plan, high_count, row, rows, HIGH_CAPACITY, 0)
         list_pages(ring, ring_state, held, own, have, need, place, width, 0, CHUNK)
         place += tl.maximum(need - have, 0)
-        have, need = tier_pages(plan, low_count, row, rows, LOW, 1)
+        have, need = tier_pages(plan, low_count, row, rows, LOW_CAPACITY, 1)
         list_pages(ring, ring_state, held, own, have, need, place, width, 1, CHUNK)
-
-
-@triton.jit
-def give_pages(ring, capacity, own, have, need, place, CHUNK: tl.constexpr):
-    """Returns a tier's pages from the `need`-th on to the free list, from `place` on."""
-    lane = tl.arange(0, CHUNK)
-    first = need
-    while first < have:
-        entry = first + lane
-        page = tl.load(own + entry, mask=entry < have, other=0)
-        tl.store(ring + (place + entry - need) % capacity, page, mask=entry < have)
-        first += CHUNK
-
-
-@triton.jit(do_not_specialize=[*LAYER, "count", "rows", "heads", "width", "tokens", "window"])
-def finish_kernel(
-    ring, state, ring_state, table, entries, plan, high_count, low_count, count, length, window_start, rows, heads,
-    width, tokens, window, HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Updates counts, lengths, windows, the page table and the free list. Grid: (rows,).
-
-    Only a row's own program reads its counts, and only the program of a request's first head reads its lengths.
-    """
-    row = tl.program_id(0)
-    given, gives = sum_totals(plan + GIVES * rows, row, rows, CHUNK)
-    start, free = tl.load(ring_state + START), tl.load(ring_state + FREE)
-    capacity = tl.maximum(tl.load(ring_state + CAPACITY), 1)
-    own = entries + row.to(tl.int64) * (2 * width)
-    high_have, high_need = tier_pages(plan, high_count, row, rows, HIGH, 0)
-    low_have, low_need = tier_pages(plan, low_count, row, rows, LOW, 1)
-    place = start + free + given
-    give_pages(ring, capacity, own, high_have, high_need, place, CHUNK)
-    place += tl.maximum(high_have - high_need, 0)
-    give_pages(ring, capacity, own + width, low_have, low_need, place, CHUNK)
-    lane = tl.arange(0, CHUNK)
-    first = 0
-    while first < width:
-        entry = first + lane
-        back = width - 1 - entry
-        page = tl.load(own + entry, mask=entry < high_need, other=0)
-        page += tl.load(own + width + back, mask=(back >= 0) & (back < low_need), other=0)
-        tl.store(table + row.to(tl.int64) * width + entry, page, mask=entry < width)
-        first += CHUNK
-    for tier in tl.static_range(2):
-        after = tl.load(plan + (KEPT + tier) * rows + row) + tl.load(plan + (ADDED + tier) * rows + row)
-        tl.debug_barrier()
-        tl.store((high_count if tier == 0 else low_count) + row, after)
-    if row % heads == 0:
-        request = row // heads
-        begin, total = new_start(count, length, window_start, request, True, tokens, window)
-        tl.debug_barrier()
-        tl.store(length + request, total)
-        tl.store(window_start + request, begin)
-    if row == 0:
-        _, lacks = sum_totals(plan + LACKS * rows, row, rows, CHUNK)
-        tl.store(state + START, (start + lacks) % capacity)
-        tl.store(state + FREE, free - lacks + gives)

@@ -1,11 +1,11 @@
-"""Triton kernels that fix the offsets of rows whose first token leaves the window; see `kernels.py`."""
+"""Triton kernels that fix the offsets of rows whose first token leaves the window; see `row_kernels.py`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .kernels import LENGTHS, new_start, token_in_slot
+from .row_kernels import LENGTHS, new_start, token_in_slot
 
 
 @triton.jit(do_not_specialize=["rank", "heads", "tokens", "parts", "key_batch", "key_head", "key_token"])

@@ -1,0 +1,166 @@
+"""Launcher of the kernels that store a prompt, without reading the device: at most six launches, ten by thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from ...pages import LayerRows
+from ..backend import device_of, launch, row_arguments, unit_stride
+from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
+from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
+from .level_kernels import count_kernel, decide_kernel, list_kernel
+from .move_kernels import close_kernel, demote_kernel, level_new_kernel, level_window_kernel
+from .offset_kernels import fix_offsets_kernel, sum_keys_kernel
+from .order_kernels import leave_window_kernel, store_new_kernel, take_pages_kernel
+from .row_kernels import advance_kernel
+from .tokens import Placement, PromptTokens
+
+SUM_TOKENS, SUM_STEPS = 32, 16
+# tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted at a time
+BLOCK, CHUNK = 256, 128
+# warps for a tile of keys that is rounded, which takes more registers and therefore has fewer tokens
+ROUNDING_WARPS = 8
+
+
+def store_prompt(
+    rows: LayerRows, new: PromptTokens, placement: Placement, past: int, received: Tensor | None = None
+) -> None:
+    """Appends new tokens to every request, and quantises the tokens that leave the windows.
+
+    With `received`, it updates the sums of all tokens, new ones included, and decides the levels of all tokens outside
+    the windows. A token is high if its mean is at least alpha_high / N, low if it is at least alpha_low / N, and pruned
+    otherwise (DiffKV, section 4.2). N is the request's length including the new tokens. No stored token is promoted.
+    Without, all tokens of a row enter the low tier where `alpha_high` is above 0, otherwise the high tier.
+
+    Only kernels run; nothing is read from the device.
+
+    Args:
+        rows: rows whose pages have scores and positions if `received` is given, and none otherwise. The free list must
+            hold all pages that the rows may lack, before any page is freed.
+        new: new tokens.
+        placement: form in which the tokens are stored.
+        past: length P of the longest row before, window included; without `received` only whether it is 0 counts.
+        received: attention received in this forward, float32 [batch, heads, P + tokens]: first by the tokens of the row
+            (high, low, then window by position), then by the new tokens. None if the pages have no scores.
+
+    Raises:
+        ValueError: the tokens do not fit the rows, kernels do not support their dtype, or `received` has another shape.
+    """
+    check_dtype(rows.dtype)
+    rows.check_tokens(new.key, new.value)
+    tokens, many = new.key.shape[2], rows.count
+    wanted = [rows.batch, rows.heads, past + tokens]
+    if received is not None and list(received.shape) != wanted:
+        raise ValueError(f"received must be {wanted}, not {list(received.shape)}.")
+    if tokens == 0 or many == 0:
+        return
+    given = _arguments(rows, new, placement)
+    given["shift"] = _fix_offsets(rows, given) if placement.centers else None
+    run = partial(launch, device=rows.device, given=given, num_warps=NUM_WARPS)
+    block = block_tokens(max(rows.layout.high.key_dim, rows.layout.high.value_dim))
+    if received is not None or placement.feedback is not None:
+        # rounding, and two tiers at once, need more registers
+        block = max(16, block // 2)
+    tiles = {"BLOCK": block, "num_warps": NUM_WARPS if placement.feedback is None else ROUNDING_WARPS}
+
+    def grid(tokens: int) -> tuple[int, int]:
+        return many, triton.cdiv(tokens, block)
+
+    if received is None:
+        run(take_pages_kernel, (many,))
+        if past:
+            run(leave_window_kernel, grid(rows.slots), **tiles)
+        run(store_new_kernel, grid(tokens), **tiles)
+    else:
+        given |= _lists(rows, received.contiguous(), past)
+        run(decide_kernel, (many, given["blocks"]), BLOCK=BLOCK)
+        run(count_kernel, (many,))
+        run(list_kernel, (many, given["blocks"] + 1), BLOCK=BLOCK)
+        if past:
+            run(demote_kernel, grid(past), **tiles)
+            run(close_kernel, grid(past), BLOCK=block)
+            run(level_window_kernel, grid(rows.slots), **tiles)
+        run(level_new_kernel, grid(tokens), **tiles)
+    run(advance_kernel, (many,))
+
+
+def _arguments(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict[str, object]:
+    """Returns the arguments of all kernels, by parameter name."""
+    new = replace(new, key=unit_stride(new.key), value=unit_stride(new.value))
+    (high, low), one_tier, scratch = rows.tiers, rows.layout.one_tier, _scratch(rows)
+    return {
+        **row_arguments(rows),
+        "alpha_high": None if one_tier else rows.alpha_high,
+        "alpha_low": rows.alpha_low,
+        "low_count": None if one_tier else rows.low_count,
+        "plan": scratch(6, rows.count),
+        "ring_state": scratch(3, dtype=torch.int64),
+        "entries": None,
+        "invalid": rows.invalid.view(torch.uint8),
+        "offset": rows.offset,
+        "key": new.key,
+        "value": new.value,
+        "rank": new.rank,
+        "count": new.count,
+        "tokens": new.key.shape[2],
+        "window": placement.window,
+        "limit": placement.limit,
+        "feedback": placement.feedback,
+        "key_matrix": placement.key_rotation,
+        "value_matrix": placement.value_rotation,
+        **_strides("key", new.key),
+        **_strides("value", new.value),
+        "DTYPE": TRITON_DTYPES[rows.dtype],
+        "KEY_ROOT": root(high.key_dim),
+        "VALUE_ROOT": root(high.value_dim),
+        "INNER": INNER,
+        "OPERAND": dot_dtype(rows.dtype, device_of(rows.device).target),
+        "HIGH_CAPACITY": high.capacity,
+        "LOW_CAPACITY": low.capacity,
+        "CHUNK": CHUNK,
+    }
+
+
+def _lists(rows: LayerRows, received: Tensor, past: int) -> dict[str, object]:
+    """Returns the further arguments of the kernels that choose by thresholds; see `level_kernels.py`."""
+    columns, scratch = received.shape[-1], _scratch(rows)
+    blocks = triton.cdiv(columns, BLOCK)
+    return {
+        "received": received,
+        "level": scratch(rows.count, columns, dtype=torch.int8),
+        "order": scratch(rows.count, columns),
+        "before": scratch(rows.count, blocks, 4),
+        "target": scratch(rows.count, past),
+        "entries": scratch(rows.count, 2, rows.width),
+        "columns": columns,
+        "past": past,
+        "blocks": blocks,
+    }
+
+
+def _scratch(rows: LayerRows) -> Callable[..., Tensor]:
+    """Returns a function that allocates integers on the rows' device."""
+    return partial(torch.empty, dtype=torch.int32, device=rows.device)
+
+
+def _fix_offsets(rows: LayerRows, given: dict[str, object]) -> Tensor:
+    """Fixes the offsets of rows whose first token leaves the window; returns the change, in the offsets' shape."""
+    device, (*_, tokens, dim) = rows.device, given["key"].shape
+    parts = triton.cdiv(tokens, SUM_TOKENS * SUM_STEPS)
+    sums = torch.empty(rows.count, parts, dim, dtype=torch.float32, device=device)
+    shift = torch.empty_like(rows.key_offset)
+    run = partial(launch, device=device, DIM=dim, LANES=triton.next_power_of_2(dim), num_warps=NUM_WARPS)
+    given = given | {"sums": sums, "parts": parts, "shift": shift, "matrix": given["key_matrix"]}
+    run(sum_keys_kernel, (rows.count, parts), given=given, BLOCK=SUM_TOKENS, STEPS=SUM_STEPS)
+    run(fix_offsets_kernel, (rows.count,), given=given)
+    return shift
+
+
+def _strides(name: str, tensor: Tensor) -> dict[str, int]:
+    return {f"{name}_{part}": tensor.stride(index) for index, part in enumerate(("batch", "head", "token"))}

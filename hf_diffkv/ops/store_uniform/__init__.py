@@ -1,1 +1,0 @@
-"""Stores many new tokens in rows without token selection: quantised into pages in order, or exact in the window."""
