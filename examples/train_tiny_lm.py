@@ -18,13 +18,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import tiny_lm_data as data
 import torch
+from tiny_lm_latent import Pupil
 from tiny_lm_optimizer import MuonWithAdamW, has_bfloat16
 from torch.nn import functional as F
 from tqdm.auto import tqdm
@@ -32,7 +33,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -41,41 +41,17 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
-    YoutuConfig,
     set_seed,
 )
 
 import hf_diffkv  # noqa: F401  registers cache_implementation="diffkv"
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-lm"
+ATTENTION = "attention"
 CACHES: dict[str, dict[str, Any]] = {
     "DynamicCache": {},
     "DiffKV": {"cache_implementation": "diffkv", "cache_config": {"alpha_high": 1.0, "alpha_low": 0.0}},
 }
-
-
-def make_config(architecture: str) -> PreTrainedConfig:
-    """The configuration of the bundled Llama, or of a smaller model that caches latents."""
-    config = AutoConfig.from_pretrained(BUNDLED)
-    if architecture == "llama":
-        return config
-    return YoutuConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=192,
-        intermediate_size=320,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=128,
-        qk_rope_head_dim=32,
-        qk_nope_head_dim=32,
-        v_head_dim=64,
-        max_position_embeddings=config.max_position_embeddings,
-        pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-    )
 
 
 @dataclass(frozen=True)
@@ -99,6 +75,12 @@ def make_stages(max_length: int) -> list[Stage]:
     return [*stages, Stage("tasks and text", text, max_length, deadline=1.0)]
 
 
+def latent_stages(max_length: int) -> list[Stage]:
+    """The attentions of tiny-lm, then the last stage of its own curriculum."""
+    last = make_stages(max_length)[-1]
+    return [replace(last, name=ATTENTION, deadline=0.3), last]
+
+
 @dataclass
 class Curriculum:
     """Progress of the run: its stage, its clock, the tokens of a step, and its accuracy on predictable ones."""
@@ -109,6 +91,7 @@ class Curriculum:
     index: int = 0
     started: float = field(default_factory=time.monotonic)
     accuracies: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     @property
     def stage(self) -> Stage:
@@ -123,6 +106,9 @@ class Curriculum:
     def accuracy(self) -> float:
         """Mean over the last steps; every batch is fresh, so no separate validation set is needed."""
         return sum(self.accuracies) / max(1, len(self.accuracies))
+
+    def __str__(self) -> str:
+        return f"loss {sum(self.losses) / max(1, len(self.losses)):.3f}, predicted {self.accuracy:.3f}"
 
     def advance(self) -> bool:
         """Go to the next stage when this one is learnt or out of time."""
@@ -160,9 +146,10 @@ def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 class TinyTrainer(Trainer):
     """Trainer whose loss follows the weight of each character."""
 
-    def __init__(self, *args: Any, curriculum: Curriculum, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, curriculum: Curriculum, pupil: Pupil | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.curriculum = curriculum
+        self.pupil = pupil
 
     def compute_loss(
         self,
@@ -171,9 +158,14 @@ class TinyTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
+        if self.pupil is not None and self.curriculum.stage.name == ATTENTION:
+            loss = self.pupil.attention_loss(model, inputs["input_ids"])
+            self.curriculum.losses.append(loss.item())
+            return (loss, None) if return_outputs else loss
         outputs = model(input_ids=inputs["input_ids"], use_cache=False)
         loss, accuracy = weighted_loss(outputs.logits, inputs["input_ids"], inputs["weights"])
         self.curriculum.accuracies.append(accuracy)
+        self.curriculum.losses.append(loss.item())
         return (loss, outputs) if return_outputs else loss
 
 
@@ -223,18 +215,14 @@ class Teacher(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel, **_: Any
     ) -> None:
         progress, stage = self.curriculum.progress, self.curriculum.stage
-        self.bar.set_postfix_str(
-            f"step {state.global_step}, {stage.name} at {stage.length}, {self.curriculum.accuracy:.3f}", refresh=False
-        )
+        place = f"step {state.global_step}, {stage.name} at {stage.length}: {self.curriculum}"
+        self.bar.set_postfix_str(place, refresh=False)
         self.bar.update(round(progress * self.bar.total) - self.bar.n)
-        accuracy = self.curriculum.accuracy
         if self.curriculum.advance() or progress * self.reports >= self.reported + 1:
             self.reported = int(progress * self.reports)
             recall = self.recall(model)
-            self.bar.write(
-                f"{progress * self.curriculum.seconds:.0f} s, step {state.global_step}, {stage.name} at "
-                f"{stage.length}: predicted {accuracy:.3f}; recall at {self.characters} characters: {recall}"
-            )
+            seconds = progress * self.curriculum.seconds
+            self.bar.write(f"{seconds:.0f} s, {place}; recall at {self.characters} characters: {recall}")
         control.should_training_stop = control.should_training_stop or progress >= 1.0
 
     def recall(self, model: PreTrainedModel) -> str:
@@ -261,16 +249,23 @@ def train(
 ) -> None:
     """Train for `minutes` (or `max_steps`) and save model and tokenizer in `output`, at every report as well."""
     set_seed(seed)
-    # Eager attention: at these lengths its backward pass is faster on a CPU than that of the fused kernel.
-    model = AutoModelForCausalLM.from_config(
-        make_config(architecture), dtype=torch.float32, attn_implementation="eager"
-    )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    curriculum = Curriculum(make_stages(max_length), seconds=60 * minutes, tokens=tokens)
+    # Eager attention: at these lengths its backward pass is faster on a CPU than that of the fused kernel.
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    pupil = None
+    if architecture == "latent":
+        curriculum = Curriculum(latent_stages(max_length), seconds=60 * minutes, tokens=tokens)
+        text = torch.tensor(next(curriculum.batches(seed + 1))["input_ids"])
+        pupil = Pupil(AutoModelForCausalLM.from_pretrained(BUNDLED, **options), text)
+        model = pupil.model
+    else:
+        curriculum = Curriculum(make_stages(max_length), seconds=60 * minutes, tokens=tokens)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED), **options)
     optimizer = MuonWithAdamW(model)
 
     def rate(step: int) -> float:
-        return min(1.0, (step + 1) / 50) * (0.05 + 0.95 * min(1.0, 2.2 * (1.0 - curriculum.progress)))
+        tuning = 0.3 if pupil is not None and curriculum.stage.name != ATTENTION else 1.0
+        return tuning * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * min(1.0, 2.2 * (1.0 - curriculum.progress)))
 
     trainer = TinyTrainer(
         model,
@@ -293,6 +288,7 @@ def train(
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
         callbacks=[Teacher(curriculum, tokenizer, max(64, int(0.8 * max_length)), reports=20, output=output)],
         curriculum=curriculum,
+        pupil=pupil,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
