@@ -18,7 +18,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ from transformers import (
 import hf_diffkv  # noqa: F401  registers cache_implementation="diffkv"
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-lm"
-ATTENTION = "attention"
 CACHES: dict[str, dict[str, Any]] = {
     "DynamicCache": {},
     "DiffKV": {"cache_implementation": "diffkv", "cache_config": {"alpha_high": 1.0, "alpha_low": 0.0}},
@@ -75,12 +74,6 @@ def make_stages(max_length: int) -> list[Stage]:
     return [*stages, Stage("tasks and text", text, max_length, deadline=1.0)]
 
 
-def latent_stages(max_length: int) -> list[Stage]:
-    """The attentions of tiny-lm, then the last stage of its own curriculum."""
-    last = make_stages(max_length)[-1]
-    return [replace(last, name=ATTENTION, deadline=0.3), last]
-
-
 @dataclass
 class Curriculum:
     """Progress of the run: its stage, its clock, the tokens of a step, and its accuracy on predictable ones."""
@@ -91,7 +84,6 @@ class Curriculum:
     index: int = 0
     started: float = field(default_factory=time.monotonic)
     accuracies: deque[float] = field(default_factory=lambda: deque(maxlen=50))
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     @property
     def stage(self) -> Stage:
@@ -106,9 +98,6 @@ class Curriculum:
     def accuracy(self) -> float:
         """Mean over the last steps; every batch is fresh, so no separate validation set is needed."""
         return sum(self.accuracies) / max(1, len(self.accuracies))
-
-    def __str__(self) -> str:
-        return f"loss {sum(self.losses) / max(1, len(self.losses)):.3f}, predicted {self.accuracy:.3f}"
 
     def advance(self) -> bool:
         """Go to the next stage when this one is learnt or out of time."""
@@ -158,14 +147,11 @@ class TinyTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        if self.pupil is not None and self.curriculum.stage.name == ATTENTION:
-            loss = self.pupil.attention_loss(model, inputs["input_ids"])
-            self.curriculum.losses.append(loss.item())
-            return (loss, None) if return_outputs else loss
         outputs = model(input_ids=inputs["input_ids"], use_cache=False)
         loss, accuracy = weighted_loss(outputs.logits, inputs["input_ids"], inputs["weights"])
         self.curriculum.accuracies.append(accuracy)
-        self.curriculum.losses.append(loss.item())
+        if self.pupil is not None:
+            loss = self.pupil.loss(outputs.logits, inputs["input_ids"], inputs["weights"])
         return (loss, outputs) if return_outputs else loss
 
 
@@ -215,7 +201,7 @@ class Teacher(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel, **_: Any
     ) -> None:
         progress, stage = self.curriculum.progress, self.curriculum.stage
-        place = f"step {state.global_step}, {stage.name} at {stage.length}: {self.curriculum}"
+        place = f"step {state.global_step}, {stage.name} at {stage.length}: predicted {self.curriculum.accuracy:.3f}"
         self.bar.set_postfix_str(place, refresh=False)
         self.bar.update(round(progress * self.bar.total) - self.bar.n)
         if self.curriculum.advance() or progress * self.reports >= self.reported + 1:
@@ -254,7 +240,7 @@ def train(
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     pupil = None
     if architecture == "latent":
-        curriculum = Curriculum(latent_stages(max_length), seconds=60 * minutes, tokens=tokens)
+        curriculum = Curriculum(make_stages(max_length)[-1:], seconds=60 * minutes, tokens=tokens)
         text = torch.tensor(next(curriculum.batches(seed + 1))["input_ids"])
         pupil = Pupil(AutoModelForCausalLM.from_pretrained(BUNDLED, **options), text)
         model = pupil.model
@@ -264,8 +250,9 @@ def train(
     optimizer = MuonWithAdamW(model)
 
     def rate(step: int) -> float:
-        tuning = 0.3 if pupil is not None and curriculum.stage.name != ATTENTION else 1.0
-        return tuning * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * min(1.0, 2.2 * (1.0 - curriculum.progress)))
+        if pupil is not None:
+            return 0.3 * min(1.0, (step + 1) / 10) * (1.0 - max(curriculum.progress, step / max_steps))
+        return min(1.0, (step + 1) / 50) * (0.05 + 0.95 * min(1.0, 2.2 * (1.0 - curriculum.progress)))
 
     trainer = TinyTrainer(
         model,
@@ -314,6 +301,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20, help="time to train for; the schedule follows it")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
     parser.add_argument("--max-length", type=int, default=320, help="longest training row in characters")
+    parser.add_argument("--steps", type=int, default=10**6, help="most steps to train for")
     parser.add_argument("--tokens", type=int, default=2048, help="about as many in each training step")
     parser.add_argument("--prompts", type=int, default=100, help="prompts of an evaluation")
     parser.add_argument("--characters", type=int, default=256, help="length of an evaluation prompt")
@@ -322,7 +310,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.output:
-        train(args.output, args.minutes, args.max_length, args.seed, architecture=args.architecture, tokens=args.tokens)
+        train(args.output, args.minutes, args.max_length, args.seed, args.steps, args.architecture, args.tokens)
     evaluate(args.eval_only or args.output, args.prompts, args.characters, args.seed + 1)
 
 
