@@ -1,8 +1,8 @@
 """A model as wide and deep as tiny-lm that caches latents (multi-head latent attention), made from tiny-lm's weights.
 
 Everything but the attention is tiny-lm's. An attention takes over what the two forms share, by principal components:
-the faster half of the rotary pairs becomes the rotary part, whose key must serve both KV heads, the slower half the
-part without positions, and the latent holds slower keys and values. Then the attentions learn to predict as tiny-lm does.
+the faster half of the rotary pairs becomes the rotary part, whose key must serve both KV heads, the slower half becomes
+the part without positions, and the latent holds slower keys and values. Then they learn to predict as tiny-lm.
 """
 
 from typing import Any

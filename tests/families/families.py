@@ -115,9 +115,10 @@ _FULL: dict[str, dict[str, Any]] = {
     **{
         name: {}
         for name in (
-            "apertus apertus1p5_text arcee aria_text biogpt bitnet cohere ctrl ernie4_5 exaone flint gemma glm glm4 "
-            "gpt_bigcode gpt_neox gpt2 granite helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral3 nanochat "
-            "nemotron olmo olmo2 opt persimmon phi qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+            "apertus apertus1p5_text arcee aria_text biogpt bitnet cohere ctrl ernie4_5 exaone flint gemma glm "
+            "glm4 gpt_bigcode gpt_neox gpt2 granite helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder "
+            "jais2 llama ministral3 nanochat nemotron olmo olmo2 opt persimmon phi qwen2 qwen3 seed_oss smollm3 "
+            "stablelm starcoder2"
         ).split()
     },
     **{
