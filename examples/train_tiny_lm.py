@@ -173,9 +173,10 @@ def exact_recall(
 def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
     """The model as it is saved: bfloat16, and without the wrappers of training."""
     # A config of its own: generating through DiffKV changes the attention that the config names.
-    twin = AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
+    config = copy.deepcopy(model.config)
+    # Trainer turns the cache off.
+    config.use_cache = True
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     twin.load_state_dict(model.state_dict())
     return twin.eval()
 
