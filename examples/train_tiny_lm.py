@@ -17,7 +17,7 @@ import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from typing import Any
 import datasets
 import tiny_lm_data as data
 import torch
+from tiny_lm_latent import Pupil
+from tiny_lm_optimizer import MuonWithAdamW, has_bfloat16
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import (
@@ -49,9 +51,6 @@ CACHES: dict[str, dict[str, Any]] = {
     "DynamicCache": {},
     "DiffKV": {"cache_implementation": "diffkv", "cache_config": {"alpha_high": 1.0, "alpha_low": 0.0}},
 }
-# Higher rates saturate attention before it has learnt to look up.
-MUON_LR = 5e-3
-ADAMW_LR = 5e-4
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,11 @@ def make_stages(max_length: int) -> list[Stage]:
 
 @dataclass
 class Curriculum:
-    """Progress of the run: its stage, its clock, and its accuracy on predictable tokens."""
+    """Progress of the run: its stage, its clock, the tokens of a step, and its accuracy on predictable ones."""
 
     stages: list[Stage]
     seconds: float
+    tokens: int = 2048
     index: int = 0
     started: float = field(default_factory=time.monotonic)
     accuracies: deque[float] = field(default_factory=lambda: deque(maxlen=50))
@@ -113,46 +113,15 @@ class Curriculum:
         rng = random.Random(seed)
         while True:
             length = self.stage.length
-            rows = [data.row(rng, self.stage.tasks, length) for _ in range(max(12, 2048 // length))]
+            rows = [
+                data.row(rng, self.stage.tasks, length) for _ in range(max(self.tokens // 170, self.tokens // length))
+            ]
             yield {"input_ids": [ids for ids, _ in rows], "weights": [weights for _, weights in rows]}
 
 
 def make_dataset(curriculum: Curriculum, seed: int) -> datasets.IterableDataset:
     """A stream whose examples are whole batches, because the number of rows depends on the stage."""
     return datasets.IterableDataset.from_generator(curriculum.batches, gen_kwargs={"seed": seed})
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the matrices inside the blocks, AdamW for the embedding and the norms, as one optimizer."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-        super().__init__([*matrices, *others], {})
-        self.parts = (
-            torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="original"),
-            torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
-        )
-        self._share_groups()
-
-    def _share_groups(self) -> None:
-        # The same dictionaries as in the parts, so that a scheduler reaches them.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for part in self.parts:
-            part.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self._share_groups()
 
 
 def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -166,9 +135,10 @@ def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 class TinyTrainer(Trainer):
     """Trainer whose loss follows the weight of each character."""
 
-    def __init__(self, *args: Any, curriculum: Curriculum, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, curriculum: Curriculum, pupil: Pupil | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.curriculum = curriculum
+        self.pupil = pupil
 
     def compute_loss(
         self,
@@ -180,6 +150,8 @@ class TinyTrainer(Trainer):
         outputs = model(input_ids=inputs["input_ids"], use_cache=False)
         loss, accuracy = weighted_loss(outputs.logits, inputs["input_ids"], inputs["weights"])
         self.curriculum.accuracies.append(accuracy)
+        if self.pupil is not None:
+            loss = self.pupil.loss(outputs.logits, inputs["input_ids"], inputs["weights"])
         return (loss, outputs) if return_outputs else loss
 
 
@@ -201,9 +173,10 @@ def exact_recall(
 def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
     """The model as it is saved: bfloat16, and without the wrappers of training."""
     # A config of its own: generating through DiffKV changes the attention that the config names.
-    twin = AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
+    config = copy.deepcopy(model.config)
+    # Trainer turns the cache off.
+    config.use_cache = True
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     twin.load_state_dict(model.state_dict())
     return twin.eval()
 
@@ -212,12 +185,13 @@ class Teacher(TrainerCallback):
     """Moves the curriculum, shows progress in time rather than steps, and reports recall by generation."""
 
     def __init__(
-        self, curriculum: Curriculum, tokenizer: PreTrainedTokenizerBase, characters: int, reports: int
+        self, curriculum: Curriculum, tokenizer: PreTrainedTokenizerBase, characters: int, reports: int, output: Path
     ) -> None:
         self.curriculum = curriculum
         self.tokenizer = tokenizer
         self.characters = characters
         self.reports = reports
+        self.output = output
         self.reported = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -228,20 +202,22 @@ class Teacher(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel, **_: Any
     ) -> None:
         progress, stage = self.curriculum.progress, self.curriculum.stage
-        self.bar.set_postfix_str(f"{stage.name} at {stage.length}, {self.curriculum.accuracy:.3f}", refresh=False)
+        place = f"step {state.global_step}, {stage.name} at {stage.length}: predicted {self.curriculum.accuracy:.3f}"
+        self.bar.set_postfix_str(place, refresh=False)
         self.bar.update(round(progress * self.bar.total) - self.bar.n)
-        accuracy = self.curriculum.accuracy
         if self.curriculum.advance() or progress * self.reports >= self.reported + 1:
             self.reported = int(progress * self.reports)
             recall = self.recall(model)
-            self.bar.write(
-                f"{progress * self.curriculum.seconds:.0f} s, step {state.global_step}, {stage.name} at "
-                f"{stage.length}: predicted {accuracy:.3f}; recall at {self.characters} characters: {recall}"
-            )
+            seconds = progress * self.curriculum.seconds
+            self.bar.write(f"{seconds:.0f} s, {place}; recall at {self.characters} characters: {recall}")
         control.should_training_stop = control.should_training_stop or progress >= 1.0
 
     def recall(self, model: PreTrainedModel) -> str:
         twin = inference_copy(model)
+        twin.save_pretrained(self.output)
+        self.tokenizer.save_pretrained(self.output)
+        if not has_bfloat16():
+            twin.float()
         scores = {name: exact_recall(twin, self.tokenizer, name, 32, self.characters, seed=0) for name in CACHES}
         return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
@@ -249,18 +225,34 @@ class Teacher(TrainerCallback):
         self.bar.close()
 
 
-def train(output: Path, minutes: float, max_length: int = 320, seed: int = 0, max_steps: int = 10**6) -> None:
-    """Train for `minutes` (or `max_steps`) and save model and tokenizer in `output`."""
+def train(
+    output: Path,
+    minutes: float,
+    max_length: int = 320,
+    seed: int = 0,
+    max_steps: int = 10**6,
+    architecture: str = "llama",
+    tokens: int = 2048,
+) -> None:
+    """Train for `minutes` (or `max_steps`) and save model and tokenizer in `output`, at every report as well."""
     set_seed(seed)
-    # Eager attention: at these lengths its backward pass is faster on a CPU than that of the fused kernel.
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(BUNDLED), dtype=torch.float32, attn_implementation="eager"
-    )
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    curriculum = Curriculum(make_stages(max_length), seconds=60 * minutes)
+    # Eager attention: at these lengths its backward pass is faster on a CPU than that of the fused kernel.
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    pupil = None
+    if architecture == "latent":
+        curriculum = Curriculum(make_stages(max_length)[-1:], seconds=60 * minutes, tokens=tokens)
+        text = torch.tensor(next(curriculum.batches(seed + 1))["input_ids"])
+        pupil = Pupil(AutoModelForCausalLM.from_pretrained(BUNDLED, **options), text)
+        model = pupil.model
+    else:
+        curriculum = Curriculum(make_stages(max_length), seconds=60 * minutes, tokens=tokens)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED), **options)
     optimizer = MuonWithAdamW(model)
 
     def rate(step: int) -> float:
+        if pupil is not None:
+            return 0.3 * min(1.0, (step + 1) / 10) * (1.0 - max(curriculum.progress, step / max_steps))
         return min(1.0, (step + 1) / 50) * (0.05 + 0.95 * min(1.0, 2.2 * (1.0 - curriculum.progress)))
 
     trainer = TinyTrainer(
@@ -269,7 +261,7 @@ def train(output: Path, minutes: float, max_length: int = 320, seed: int = 0, ma
             output_dir=str(output),
             max_steps=max_steps,
             per_device_train_batch_size=1,
-            bf16=True,
+            bf16=has_bfloat16(),
             use_cpu=True,
             seed=seed,
             save_strategy="no",
@@ -282,8 +274,9 @@ def train(output: Path, minutes: float, max_length: int = 320, seed: int = 0, ma
         data_collator=lambda examples: {name: torch.tensor(value) for name, value in examples[0].items()},
         train_dataset=make_dataset(curriculum, seed),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
-        callbacks=[Teacher(curriculum, tokenizer, characters=max(64, int(0.8 * max_length)), reports=20)],
+        callbacks=[Teacher(curriculum, tokenizer, max(64, int(0.8 * max_length)), reports=20, output=output)],
         curriculum=curriculum,
+        pupil=pupil,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -305,9 +298,12 @@ def main() -> None:
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--output", type=Path, help="folder to save the trained model in")
     mode.add_argument("--eval-only", type=Path, metavar="MODEL", help="folder of a saved model to evaluate")
+    parser.add_argument("--architecture", choices=["llama", "latent"], default="llama", help="of the trained model")
     parser.add_argument("--minutes", type=float, default=20, help="time to train for; the schedule follows it")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
     parser.add_argument("--max-length", type=int, default=320, help="longest training row in characters")
+    parser.add_argument("--steps", type=int, default=10**6, help="most steps to train for")
+    parser.add_argument("--tokens", type=int, default=2048, help="about as many in each training step")
     parser.add_argument("--prompts", type=int, default=100, help="prompts of an evaluation")
     parser.add_argument("--characters", type=int, default=256, help="length of an evaluation prompt")
     parser.add_argument("--seed", type=int, default=0)
@@ -315,7 +311,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.output:
-        train(args.output, args.minutes, args.max_length, args.seed)
+        train(args.output, args.minutes, args.max_length, args.seed, args.steps, args.architecture, args.tokens)
     evaluate(args.eval_only or args.output, args.prompts, args.characters, args.seed + 1)
 
 

@@ -19,8 +19,10 @@ from .errors import UnsupportedModelError
 REFUSED_TYPES = {
     "diffllama": "splits values after caching them",
     "doge": "adds a learned bias to its attention logits",
+    "dory": "runs layers several times and adds layers of its own to the cache",
     "inkling_text": "adds a learned position bias to its attention logits",
     "inkling2_text": "adds a learned position bias to its attention logits",
+    "inkling2_loop_text": "adds a learned position bias to its attention logits",
     "jetmoe": "repeats keys and values after caching them",
     "minimax": "brings a cache class of its own",
 }

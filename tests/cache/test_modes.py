@@ -18,7 +18,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.running.models import TINY_LM
 
 pytestmark = pytest.mark.oldest
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3")
 LENGTHS = (90, 33, 64)
 NEW_TOKENS = 24
 LOSSLESS = {"cache_implementation": "diffkv", "cache_config": DiffKVConfig.lossless(window=8).to_dict()}

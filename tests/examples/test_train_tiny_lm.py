@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BUNDLED = EXAMPLES / "models" / "tiny-lm"
@@ -174,6 +177,78 @@ def test_optimizer_covers_every_parameter_and_restores(example):
     assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [0.125, 0.125]
 
 
+@pytest.mark.parametrize("shape", [(6, 6), (10, 4), (3, 12)])
+def test_orthogonal_moves_singular_values_alone(shape):
+    import tiny_lm_optimizer
+
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / matrix.norm()
+    a, b, c = tiny_lm_optimizer.QUINTIC
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    expected = left @ values.diag() @ right
+    torch.testing.assert_close(tiny_lm_optimizer.orthogonal(matrix, torch.float32), expected, rtol=0, atol=1e-4)
+    coarse = tiny_lm_optimizer.orthogonal(matrix, torch.bfloat16)
+    assert coarse.dtype == torch.float32 and 0 < (coarse - expected).abs().max() < 0.1
+
+
+def test_muon_is_pytorchs_but_for_rounding():
+    import tiny_lm_optimizer
+
+    start = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+    params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    theirs = torch.optim.Muon([params[0]], lr=0.01, weight_decay=0.1, adjust_lr_fn="original")
+    ours = tiny_lm_optimizer.Muon([params[1]], lr=0.01, weight_decay=0.1)
+    for seed in range(3):
+        gradient = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+        for optimizer, param in ((theirs, params[0]), (ours, params[1])):
+            param.grad = gradient.clone()
+            optimizer.step()
+    assert (params[0] - start).abs().max() > 0.01
+    torch.testing.assert_close(params[1], params[0], rtol=0, atol=2e-3)
+
+
+@pytest.fixture(scope="module")
+def pupil(data, example):
+    """Made as the recipe makes it, with the batch that it was not made from."""
+    from tiny_lm_latent import Pupil
+
+    batches = example.Curriculum(example.make_stages(160)[-1:], seconds=1, tokens=1024).batches(3)
+    teacher = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32, attn_implementation="eager")
+    pupil = Pupil(teacher, torch.tensor(next(batches)["input_ids"]))
+    return pupil, *(torch.tensor(value) for value in next(batches).values())
+
+
+def test_converted_attentions_predict_nearly_as_before(example, pupil):
+    pupil, ids, weights = pupil
+    with torch.no_grad():
+        logits = pupil.model(ids, use_cache=False).logits
+        assert example.weighted_loss(logits, ids, weights)[1] > 0.85
+        assert pupil.loss(logits, ids, weights) < 0.5
+        assert pupil.loss(pupil.teacher(ids).logits, ids, weights).abs() < 1e-6
+
+
+def test_teaching_changes_attentions_alone(pupil):
+    pupil, ids, weights = pupil
+    pupil.loss(pupil.model(ids[:1], use_cache=False).logits, ids[:1], weights[:1]).backward()
+    for name, parameter in pupil.model.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.abs().max() > 0) == ("self_attn" in name), name
+    assert all(parameter.grad is None for parameter in pupil.teacher.parameters())
+    pupil.model.zero_grad()
+
+
+@pytest.mark.slow
+def test_short_run_of_a_latent_model(data, example, tmp_path):
+    example.train(tmp_path, minutes=1000, max_length=96, max_steps=3, architecture="latent", tokens=300)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.kv_lora_rank == 128 and model.dtype == torch.bfloat16
+    caches = [DynamicCache(config=model.config), DiffKVCache(model)]
+    ids = torch.tensor([data.row(random.Random(5), {data.recall: 1.0}, 96)[0]])
+    texts = [model.generate(ids, max_new_tokens=8, do_sample=False, **passing(cache)) for cache in caches]
+    assert caches[1].memory().ratio < 1 and texts[0].shape == texts[1].shape
+
+
 @pytest.mark.slow
 def test_short_run_lowers_the_loss_and_reloads(data, example, tmp_path):
     threads = torch.get_num_threads()
@@ -184,7 +259,7 @@ def test_short_run_lowers_the_loss_and_reloads(data, example, tmp_path):
     finally:
         torch.set_num_threads(threads)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert model.dtype == torch.bfloat16
+    assert model.dtype == torch.bfloat16 and model.config.use_cache
     ids, weights = data.row(random.Random(5), {data.copying: 1.0}, 64)
     assert tokenizer(tokenizer.decode(ids))["input_ids"] == ids
     with torch.no_grad():
@@ -192,11 +267,13 @@ def test_short_run_lowers_the_loss_and_reloads(data, example, tmp_path):
     assert loss < 4.5  # log(128) = 4.85 for a model that knows nothing
 
 
-def test_report_leaves_the_trained_model_alone(example):
+def test_report_leaves_the_trained_model_alone(example, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     curriculum = example.Curriculum(example.make_stages(64), seconds=60)
-    report = example.Teacher(curriculum, tokenizer, characters=64, reports=1).recall(model)
+    report = example.Teacher(curriculum, tokenizer, characters=64, reports=1, output=tmp_path).recall(model)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
     assert report == "DynamicCache 1.00, DiffKV 1.00"
     assert model.config._attn_implementation == "eager" and model.dtype == torch.float32
 

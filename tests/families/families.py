@@ -115,16 +115,17 @@ _FULL: dict[str, dict[str, Any]] = {
     **{
         name: {}
         for name in (
-            "apertus arcee aria_text biogpt bitnet cohere ctrl ernie4_5 flint gemma glm glm4 gpt_bigcode gpt_neox gpt2 "
-            "granite helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral3 nanochat "
-            "nemotron olmo olmo2 opt persimmon phi qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+            "apertus apertus1p5_text arcee aria_text biogpt bitnet cohere ctrl ernie4_5 exaone flint gemma glm "
+            "glm4 gpt_bigcode gpt_neox gpt2 granite helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder "
+            "jais2 llama ministral3 nanochat nemotron olmo olmo2 opt persimmon phi qwen2 qwen3 seed_oss smollm3 "
+            "stablelm starcoder2"
         ).split()
     },
     **{
         name: MOE
         for name in (
             "flex_olmo glm4_moe granitemoe granitemoeshared hy_v3 minimax_m2 olmoe phimoe qwen2_moe qwen3_moe "
-            "solar_open"
+            "sarvam_moe solar_open"
         ).split()
     },
     "dbrx": {
@@ -180,6 +181,7 @@ _LINEAR: dict[str, dict[str, Any]] = {
     "lfm2": CONV,
     "lfm2_moe": {**MOE, **CONV, "num_dense_layers": 1},
     "lfm3": CONV,
+    "lara_mini": {**MOE, **DELTA},
     "olmo_hybrid": DELTA,
     "qwen3_5_moe_text": {**MOE, **DELTA},
     "qwen3_5_text": DELTA,
@@ -249,6 +251,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "adds a learned position bias",
     ),
     "jetmoe": ({**MOE, "kv_channels": 16, "head_dim": None, "num_attention_heads": None}, "repeats keys and values"),
+    "dory": (
+        {**WINDOWED, "n_input_layers": 0, "n_recurrent_layers": 2, "n_output_layers": 0},
+        "layers of its own to the cache",
+    ),
     "minimax": ({**MOE, "layer_types": ["linear_attention", "full_attention"]}, "cache class of its own"),
     "bloom": ({"n_layer": 2, "n_head": 4}, "attention interface"),
     "falcon": ({"head_dim": None}, "attention interface"),
@@ -271,8 +277,13 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba2": ({"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16}, "no attention layers"),
     "falcon_mamba": ({}, "no attention layers"),
 }
-# the one family of this kind that is new enough to have its options differ
-_REFUSED["inkling2_text"] = ({**_REFUSED["inkling_text"][0], "unpadded_vocab_size": 128}, _REFUSED["inkling_text"][1])
+# families of the same kind that are new enough to have their options differ
+_INKLING2, _BIAS = {**_REFUSED["inkling_text"][0], "unpadded_vocab_size": 128}, _REFUSED["inkling_text"][1]
+_REFUSED["inkling2_text"] = (_INKLING2, _BIAS)
+_REFUSED["inkling2_loop_text"] = (
+    {**_INKLING2, "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2},
+    _BIAS,
+)
 
 FAMILIES: dict[str, Family] = {
     **{name: Family(options) for name, options in _FULL.items()},

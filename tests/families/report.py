@@ -74,6 +74,7 @@ REASONS = {
     "adds a learned bias": "adds a learned bias to its attention logits",
     "adds a learned position bias": "adds a learned position bias to its attention logits",
     "repeats keys and values": "repeats keys and values after caching them",
+    "layers of its own to the cache": "adds layers of its own to the cache",
     "cache class of its own": "brings a cache class of its own",
     "attention interface": "does not use Transformers' attention interface",
     "no attention layers": "has no attention layers",
