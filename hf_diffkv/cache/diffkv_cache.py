@@ -83,6 +83,7 @@ class DiffKVCache(OtherStates, Cache):
             layers[layer_idx] = kind(self.stores, index, layer_idx, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
         self._note_layers()
+        self.stores.note_shapes(model, compressed)
         self._find_moments(model)
 
     def _note_layers(self) -> None:

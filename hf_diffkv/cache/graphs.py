@@ -203,7 +203,10 @@ class DecodeStep:
         return (*(store.addresses() for store in stores), self.windows.addresses())
 
     def _reserve(self, store: Store) -> None:
-        if store.config.max_bytes is not None:
+        if store.lowering.active:
+            # pages change hands between stores, each of which might get all
+            store.pool.free_list.reserve(int(store.config.max_bytes) // store.pool.page_bytes)
+        elif store.config.max_bytes is not None:
             # reserves all the budget allows at once, as moving the pages invalidates every graph
             store.pool.free_list.reserve(store.pool.max_pages)
         elif store.room < store.seen + 1:

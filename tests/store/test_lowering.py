@@ -66,7 +66,7 @@ def test_rows_lowered_at_random_moments_equal_the_simulation(
     backend: str, final: str, fields: dict, measured: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged prompts, steps, turns and hidden tokens, with a row or two lowered between any two forwards."""
-    monkeypatch.setattr("hf_diffkv.store.lowering.TOKENS_AT_ONCE", 50)
+    monkeypatch.setattr("hf_diffkv.store.lower_rows.TOKENS_AT_ONCE", 50)
     moments = {"moments": query_moments(1, 2)} if measured else {}
     chance = random.Random(seed)
     rows = [(request, head) for request in range(3) for head in range(2)]
