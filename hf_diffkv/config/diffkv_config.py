@@ -333,7 +333,8 @@ class DiffKVConfig:
         """
         from ..heads.allocation import fields_for
 
-        fields, calibration = fields_for(self.calibration, target_ratio)
+        budget = self.max_bytes is not None and self.until_full is not None
+        fields, calibration = fields_for(self.calibration, target_ratio, until_full=budget)
         return with_calibration(dataclasses.replace(self, **fields), calibration)
 
     @property
