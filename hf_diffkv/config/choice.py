@@ -11,8 +11,8 @@ from ..heads.allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
 from ..heads.sensitivity import MEASURED_FIELDS
 from . import files
 from .latent import latent_choice, latent_dims
-from .until_full import AUTO
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
+from .until_full import AUTO
 
 # fields of a configuration, and its calibration
 Choice = tuple[dict[str, Any], dict[str, Any] | None]

@@ -49,16 +49,19 @@ class Allocation:
         precisions: one precision for each compressed layer and KV head.
         ratio: bytes of a stored token over its bytes in the model's dtype, over all layers and heads.
         loss: predicted mean KL to the dense cache, in nats.
+        first: precision with which layers of one precision begin; None if they begin with their own.
     """
 
     precisions: tuple[tuple[Precision, ...], ...]
     ratio: float
     loss: float
+    first: Precision | None = None
 
     @property
     def pairs(self) -> int:
-        """Number of different pairs; a layer with one precision belongs to a pair that contains it."""
-        return len(_stores({frozenset(layer) for layer in self.precisions}))
+        """Number of different pairs, with `first` where a layer has one precision, else in a pair that contains it."""
+        own = [frozenset(layer) for layer in self.precisions]
+        return len(_stores({kind | {self.first} if self.first and len(kind) == 1 else kind for kind in own}))
 
 
 def allocate(
@@ -317,7 +320,8 @@ class _Problem:
         if self.beginnings:
             of_layers = zip(self.losses, solution.places)
             loss = sum(float(losses[np.arange(len(places)), places].sum()) for losses, places in of_layers)
-        return Allocation(precisions, taken / self.dense_bytes, float(loss))
+        first = self.ladder[self.beginnings[0]] if self.beginnings else None
+        return Allocation(precisions, taken / self.dense_bytes, float(loss), first)
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
         """Minimises the loss within `budget` bytes of a token, with each layer's precisions from one of `kinds`."""

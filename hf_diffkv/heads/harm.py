@@ -20,7 +20,10 @@ def harm_of(measured: Sensitivity, rungs: Sequence[tuple[Precision, Precision]])
     Args:
         rungs: precision before and after lowering, by compressed layer.
     """
-    layers = [_growth(measured, layer, *(replace(p, k_groups=1, v_groups=1) for p in pair)) for layer, pair in enumerate(rungs)]
+    layers = [
+        _growth(measured, layer, *(replace(p, k_groups=1, v_groups=1) for p in pair))
+        for layer, pair in enumerate(rungs)
+    ]
     return None if None in layers else tuple(growth for growth in layers if growth is not None)
 
 

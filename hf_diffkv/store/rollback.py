@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..ops.softmax import Softmax
-from .forks import make_private
 from .decode import StepAttention
+from .forks import make_private
 from .lowering import give_way
 from .prompt import PromptAttention, StoredPast, attend_from_newest
 from .recorded import Read, Recorded
