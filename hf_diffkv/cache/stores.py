@@ -194,6 +194,9 @@ class Stores:
                     continue
                 store = self.make_store(layer, self._layers_to_come(heads.device, layer), batch, wanted)
                 store.recording = self.recording
+                for slot, other in enumerate(self._alike(heads.device, layer) if store.lowering.active else ()):
+                    store.place_layer(slot, other)
+                    self._note_final(other, store, slot)
                 self.all.append(store)
                 self._make_room_beside(store)
         except BaseException:
@@ -247,13 +250,15 @@ class Stores:
         return sum(place[0] is store for place in self._places.values())
 
     def _layers_to_come(self, device: torch.device, index: int) -> int:
-        """Counts the layers without a place that may need one on `device`, with pages like those of layer `index`."""
-        open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
+        """Counts the layers without a place that may need one on `device`, beside layer `index`."""
+        return max(1, len(self._alike(device, index)))
+
+    def _alike(self, device: torch.device, index: int) -> list[int]:
+        """Returns the layers without a place that may need one on `device`, with heads and pages like layer `index`."""
+        open_layers = sorted(set(range(self.num_layers)) - set(self._places) - self.absent)
         alike = [layer for layer in open_layers if same_pages(self.configs[layer], self.configs[index])]
         alike = [layer for layer in alike if self.shapes.get(layer) == self.shapes.get(index)]
-        if self.devices is not None:
-            alike = [layer for layer in alike if self.devices[layer] == device]
-        return max(1, len(alike))
+        return [layer for layer in alike if self.devices is None or self.devices[layer] == device]
 
     def of_layer(self, index: int, heads: int) -> DiffKVConfig:
         """Returns the configuration of a layer with `heads` KV heads here.
@@ -372,11 +377,15 @@ class Stores:
             self._check_moments(self.moments, index, store)
         if not any(store is other for other in self.all):
             self.all.append(store)
-        if store.lowering.active:
-            alphas = self.configs[index].alpha_high
-            share = self.tensor_parallel.share(alphas, store.num_heads) if isinstance(alphas, tuple) else alphas
-            store.lowering.note_final(slot, share, (store.num_layers, store.num_heads))
+        self._note_final(index, store, slot)
         self._places[index] = (store, slot)
+
+    def _note_final(self, index: int, store: Store, slot: int) -> None:
+        """Tells a store that lowers rows which heads of a layer, whose place is or will be `slot`, it may lower."""
+        alphas = self.configs[index].alpha_high
+        share = self.tensor_parallel.share(alphas, store.num_heads) if isinstance(alphas, tuple) else alphas
+        if store.lowering.active and not (isinstance(share, tuple) and len(share) != store.num_heads):
+            store.lowering.note_final(slot, share, (store.num_layers, store.num_heads))
 
     def share_budget(self, store: Store, more_requests: int = 0) -> None:
         """Tells `store`, before it may grow, how much of `max_bytes` the others on its device hold or will need.
@@ -385,6 +394,9 @@ class Stores:
             more_requests: number of requests by which the batch of the other stores will grow.
         """
         if self.config.max_bytes is None:
+            return
+        if store.lowering.together and store.steps_left > 0 and not more_requests and not store.recording:
+            # nothing grows before the next look, and what it needs is known by then
             return
         stores = self._on(store.device)
         store.lowering.together = tuple(map(weakref.ref, stores))

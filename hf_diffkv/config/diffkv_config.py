@@ -217,8 +217,8 @@ class DiffKVConfig:
 
         Returns:
             A configuration without `head_precisions`, with thresholds as one number or one per KV head. If heads have
-            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, all tokens
-            begin at `high`, which is `until_full`, and heads with an infinite `alpha_high` end at `low`.
+            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, all begin
+            at `high`, which is `until_full`, and heads with an infinite `alpha_high` end at `low`.
         """
         if self.precise is not None:
             rungs = rungs_of(self, index)

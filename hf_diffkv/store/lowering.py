@@ -183,8 +183,8 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
         least = sum(demand.bytes(demand.may_lower) for demand in demands)
         raise MemoryError(
             f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {_names(stores, 'low')}, "
-            f"{least - room + unusable} more bytes are needed; raise max_bytes, choose fewer bits, use fewer sequences, or give "
-            "until_full=None, which prunes tokens instead."
+            f"{least - room + unusable} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
+            "sequences, or give until_full=None, which prunes tokens instead."
         )
     for part, rows in zip(parts, chosen):
         if rows.any():
