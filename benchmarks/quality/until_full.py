@@ -8,6 +8,7 @@ dense cache that read the same turns, and are asked for all facts that the text 
 two are timed in turns.
 
     python benchmarks/quality/until_full.py --model smollm2 --lengths 256,512,1024 --output until_full.json
+    python benchmarks/quality/until_full.py --plot until_full.png --output until_full.json  # of what was measured
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.comparison import compare_logits
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.tasks.prompts import OBJECTS, distinct
+from hf_diffkv.plot.figure import SMALL, Picture, new_figure, styled
+from hf_diffkv.plot.palette import GROUPS
 from hf_diffkv.running.models import load_config, load_model, resolve_model
 
 NEXT = 64
@@ -184,9 +187,26 @@ def measured(
     return found
 
 
+def plot(methods: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
+    """Draws bytes and KL over the length of the context, the means over documents."""
+    figure = new_figure(9, 3.6)
+    panels = ("MB held", lambda entry: entry["bytes"] / 1e6), ("KL of the next 64 tokens, nats", lambda entry: entry["kl"])
+    for number, (label, value) in enumerate(panels):
+        axis = styled(figure.add_subplot(1, 2, number + 1), "", "tokens of the context", label)
+        for group, (name, documents) in zip(GROUPS, methods.items()):
+            columns = list(zip(*documents))
+            means = [statistics.mean(value(entry) for entry in column) for column in columns]
+            lengths = [column[0]["length"] for column in columns]
+            axis.plot(lengths, means, color=group.colour, marker=group.mark, markersize=4, label=name)
+        axis.set_ylim(bottom=0)
+    axis.set_yscale("log")
+    axis.legend(frameon=False, fontsize=SMALL)
+    Picture(figure).save(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder, name on the Hub, or short name")
+    parser.add_argument("--model", help="folder, name on the Hub, or short name; without it --output is only drawn")
     parser.add_argument("--lengths", default="256,1024,2048,4096,6144,8192", help="tokens at which KL is measured")
     parser.add_argument("--preset", default="small", help="preset whose precisions are the final ones")
     parser.add_argument("--text", default="offline", help="UTF-8 file; 'offline' is Python's language reference")
@@ -196,8 +216,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="steps that are timed at each length")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="JSON file of the results")
+    parser.add_argument("--plot", type=Path, help="picture of the results")
     options = parser.parse_args()
+    if options.model is None:
+        plot(json.loads(options.output.read_text())["methods"], options.plot)
+        return
     lengths = sorted(int(length) for length in options.lengths.split(","))
 
     name = resolve_model(options.model)
@@ -219,6 +243,8 @@ def main() -> None:
             given = {key: str(value) for key, value in vars(options).items()}
             result = {"options": given, "environment": describe_environment(model.device), "methods": found}
             options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot is not None:
+        plot(found, options.plot)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,9 @@ class DecodeStep:
             self.cache.stores.share_budget(store)
             self._reserve(store)
             refresh_if_due(store)
+        for store in stores:
+            # another one may have lowered its rows meanwhile
+            refresh_if_due(store)
         tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(stores))
         ready = all(store.scratch_fits() and not store.centers_soon for store in stores)

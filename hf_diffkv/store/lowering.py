@@ -221,13 +221,17 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
         part.store.update_limit(part.more)
 
 
-def make_room_for_steps(store: Store, lookahead: int) -> None:
-    """Lowers rows until the next `lookahead` tokens of each row fit, in all stores. Raises as `make_fit`."""
+def make_room_for_steps(store: Store, lookahead: int) -> list[Store]:
+    """Lowers rows until the next `lookahead` tokens of each row fit, in all stores. Raises as `make_fit`.
+
+    Returns:
+        The other stores in which rows were lowered.
+    """
     parts = []
     for each in together(store):
         held, final, free = _held(each)
         parts.append(Part(each, Demand.of_growth(each, held, lookahead, final), held, final, free))
-    make_fit(parts)
+    return [part.store for part, rows in zip(parts, make_fit(parts)) if rows.any() and part.store is not store]
 
 
 def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> None:

@@ -99,7 +99,9 @@ def refresh(store: Store) -> None:
         if store.config.max_bytes is None:
             raise
         if store.lowering.active:
-            make_room_for_steps(store, lookahead)
+            for other in make_room_for_steps(store, lookahead):
+                # its step may have been given room already
+                bound_rows(other, *other.look(other.high_count, other.low_count), lookahead)
         else:
             make_room(store, more_pages)
         refresh(store)
