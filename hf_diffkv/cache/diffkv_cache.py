@@ -397,6 +397,8 @@ class DiffKVCache(OtherStates, Cache):
                 raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
         with self.stores.in_step():
             for store in self.stores.all:
+                settle(store)
+            for store in self.stores.all:
                 self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
                 prepare_rows(store, index)
         for store in self.stores.all:

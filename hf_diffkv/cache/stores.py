@@ -18,7 +18,7 @@ from ..config import DiffKVConfig
 from ..config.layers import layer_configs, same_pages
 from ..heads.harm import Harm
 from ..heads.query_moments import QueryMoments
-from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
+from ..store import KVHeads, Store, begin_forward, drop_unused_layers, settle, withdraw
 from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .free_memory import budget_of
@@ -290,6 +290,9 @@ class Stores:
         try:
             if any(store.seen for store in self.all):  # all layers are known after the first forward
                 self.all[:] = filter(self._used, self.all)
+            for store in self.all:
+                # before another one lowers its rows
+                settle(store)
             for store in self.all:
                 if store.seen:
                     drop_unused_layers(store, self._used(store))

@@ -19,7 +19,6 @@ from torch import Tensor
 from ..config.until_full import smaller_first
 from ..ops.backend import compute_dtype
 from ..pages.pool import FREE
-from .compaction import settle
 from .forks import make_private
 from .lower_rows import lower_rows
 from .prompt_kernels import pages_of
@@ -134,12 +133,14 @@ class Part:
 
 
 def together(store: Store) -> list[Store]:
-    """Returns the stores that share the budget of `store`, each with memory of its own and nothing pending."""
+    """Returns the stores that share the budget of `store`, each with memory of its own.
+
+    A compaction that is due in one of them may be that of the step that has just begun.
+    """
     known = [reference() for reference in store.lowering.together]
     stores = [each for each in known if each is not None] or [store]
     for each in stores:
         make_private(each)
-        settle(each)
     return stores
 
 

@@ -209,6 +209,8 @@ def test_stores_that_share_a_budget_equal_their_simulations(backend: str) -> Non
             tokens, valid = (1, None) if forward % 20 else (40, left_padding((40, 31, 7)))
             capacities = [store.pool.capacity for store in stores]
             try:
+                for store in stores:
+                    settle(store)
                 for pair, other in (pairs, pairs[::-1]):
                     pair.store.lowering.together = tuple(map(weakref.ref, stores))
                     pair.store.taken = other.store.bytes
