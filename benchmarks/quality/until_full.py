@@ -190,7 +190,10 @@ def measured(
 def plot(methods: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     """Draws bytes and KL over the length of the context, the means over documents."""
     figure = new_figure(9, 3.6)
-    panels = ("MB held", lambda entry: entry["bytes"] / 1e6), ("KL of the next 64 tokens, nats", lambda entry: entry["kl"])
+    panels = (
+        ("MB held", lambda entry: entry["bytes"] / 1e6),
+        ("KL of the next 64 tokens, nats", lambda entry: entry["kl"]),
+    )
     for number, (label, value) in enumerate(panels):
         axis = styled(figure.add_subplot(1, 2, number + 1), "", "tokens of the context", label)
         for group, (name, documents) in zip(GROUPS, methods.items()):

@@ -138,6 +138,7 @@ class DecodeStep:
             store.check_positions(1)
             self._compacted |= store.compaction_due
             settle(store)
+        self.cache.stores.look_together()
         for store in stores:
             self.cache.stores.share_budget(store)
             self._reserve(store)

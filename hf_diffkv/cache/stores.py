@@ -237,7 +237,7 @@ class Stores:
             store.update_limit()
         except MemoryError:
             # other stores reserve memory for layers that turned out to have another shape or device
-            for other in self._on(store.device):
+            for other in filter(self._used, self._on(store.device)):
                 drop_unused_layers(other, self._used(other))
             self.share_budget(store)
             store.update_limit()
@@ -293,6 +293,7 @@ class Stores:
             for store in self.all:
                 # before another one lowers its rows
                 settle(store)
+            self.look_together()
             for store in self.all:
                 if store.seen:
                     drop_unused_layers(store, self._used(store))
@@ -303,6 +304,16 @@ class Stores:
             for store in begun:
                 withdraw(store, tokens)
             raise
+
+    def look_together(self) -> None:
+        """Lets all stores that share a budget look at their device in the same step.
+
+        When rows are lowered then does not depend on which store held which free pages.
+        """
+        sharing = [store for store in self.all if store.lowering.active]
+        if any(store.look_due for store in sharing):
+            for store in sharing:
+                store.forget_bounds()
 
     @contextmanager
     def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:

@@ -215,7 +215,6 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
         for part, n, f, size, share in zip(parts, need, free, sizes, shares):
             pool = part.store.pool
             pool.truncate(pool.capacity - f + n + int(left * share / sum(shares) / size), part.store.table.table)
-            part.store.forget_bounds()
     for part in parts:
         others = [other for other in parts if other is not part]
         part.store.taken = sum(other.store.bytes + other.more for other in others)
@@ -290,6 +289,7 @@ def make_room_for_copies(store: Store, index: Tensor) -> None:
         more = (each.bytes - each.pool.bytes) * max(0, index.numel() - each.batch_size) // each.batch_size
         parts.append(Part(each, replace(demand, stay=stay, lowered=lowered), held, final, free, more))
     make_fit(parts)
+    _forget_bounds(parts)
 
 
 def room(stores: Sequence[Store]) -> int:
@@ -334,6 +334,13 @@ def give_way(store: Store, more: int, of_layer: int = 0) -> None:
         held, final, free = _held(each)
         parts.append(Part(each, Demand.of_growth(each, held, 0, final), held, final, free, bytes_more))
     make_fit(parts)
+    _forget_bounds(parts)
+
+
+def _forget_bounds(parts: Iterable[Part]) -> None:
+    """Makes stores look again before their next step, for which free pages may have been taken from them."""
+    for part in parts:
+        part.store.forget_bounds()
 
 
 def _recorded(store: Store) -> int:
