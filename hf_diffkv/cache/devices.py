@@ -115,6 +115,19 @@ def layer_devices(model: Any) -> dict[int, torch.device]:
     return {index: _actual(running[0] if device in ("cpu", "disk") else device) for index, device in found.items()}
 
 
+def layer_shapes(model: Any) -> dict[int, tuple[int, int, int]]:
+    """Returns KV heads, key_dim and value_dim of each decoder layer whose projections tell them; empty for others."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    shapes = {}
+    for module in () if decoder is None else decoder.modules():
+        index, dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
+        sizes = [getattr(getattr(module, name, None), "out_features", None) for name in ("k_proj", "v_proj")]
+        if all(isinstance(number, int) and number > 0 for number in (dim, *sizes)) and isinstance(index, int):
+            heads = sizes[0] // dim
+            shapes[index] = (heads, dim, sizes[1] // max(1, heads))
+    return shapes
+
+
 def absent_layers(model: Any, layers: list[int]) -> set[int]:
     """Returns the members of `layers` that pipeline parallelism put into another process."""
     here = _layer_names(model)

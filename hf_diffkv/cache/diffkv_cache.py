@@ -83,6 +83,7 @@ class DiffKVCache(OtherStates, Cache):
             layers[layer_idx] = kind(self.stores, index, layer_idx, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
         self._note_layers()
+        self.stores.note_shapes(model, compressed)
         self._find_moments(model)
 
     def _note_layers(self) -> None:
@@ -395,6 +396,8 @@ class DiffKVCache(OtherStates, Cache):
             if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch:
                 raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
         with self.stores.in_step():
+            for store in self.stores.all:
+                settle(store)
             for store in self.stores.all:
                 self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
                 prepare_rows(store, index)

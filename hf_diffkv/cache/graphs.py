@@ -138,9 +138,13 @@ class DecodeStep:
             store.check_positions(1)
             self._compacted |= store.compaction_due
             settle(store)
+        self.cache.stores.look_together()
         for store in stores:
             self.cache.stores.share_budget(store)
             self._reserve(store)
+            refresh_if_due(store)
+        for store in stores:
+            # another one may have lowered its rows meanwhile
             refresh_if_due(store)
         tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(stores))
@@ -203,7 +207,10 @@ class DecodeStep:
         return (*(store.addresses() for store in stores), self.windows.addresses())
 
     def _reserve(self, store: Store) -> None:
-        if store.config.max_bytes is not None:
+        if store.lowering.active:
+            # pages change hands between stores, each of which might get all
+            store.pool.free_list.reserve(int(store.config.max_bytes) // store.pool.page_bytes)
+        elif store.config.max_bytes is not None:
             # reserves all the budget allows at once, as moving the pages invalidates every graph
             store.pool.free_list.reserve(store.pool.max_pages)
         elif store.room < store.seen + 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..config.until_full import smaller_first
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
 from ..store.lowering import room
@@ -54,8 +55,8 @@ class MemoryReport:
         thresholds: highest alpha_high and alpha_low of any request and head if `max_bytes` has raised them, else None.
         max_bytes: budget of each device, in bytes; None if unlimited.
         filled: share of the budget in use, without free pages, on the device where it is largest; None without one.
-        until_full: name of the precision of all tokens until the budget is full; None if tokens are chosen to stay
-            within it, or without one.
+        until_full: name of the precision of all tokens until the budget is full, "K8V8/K6V5" if it is another one in
+            some layers; None if tokens are chosen to stay within it, or without one.
         lowered: number of tokens over layers, heads and requests that were lowered after they were stored.
         room: number of tokens that each request can still get once all are lowered; None without `until_full`.
     """
@@ -178,11 +179,12 @@ def _budget(stores: list[Store]) -> dict[str, Any]:
         held = store.bytes - store.pool.free_list.free * store.pool.page_bytes // store.sharers
         used[store.device] = used.get(store.device, 0.0) + held / max_bytes
     fields: dict[str, Any] = {"max_bytes": max_bytes, "filled": max(used.values())}
-    precise = stores[0].config.precise
-    if precise is None:
+    if not stores[0].lowering.active:
         return fields
-    lowered = sum(store.lowering.tokens for store in stores)
-    return fields | {"until_full": precise.full_name, "lowered": lowered, "room": min(map(room, stores))}
+    at_first = smaller_first({store.config.high for store in stores})
+    left = min(room([store for store in stores if store.device == device]) for device in used)
+    names = "/".join(precision.full_name for precision in reversed(at_first))
+    return fields | {"until_full": names, "lowered": sum(store.lowering.tokens for store in stores), "room": left}
 
 
 def held_bytes(cache: CacheContents) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.layers import layer_configs
 from ..heads.allocation import SENSITIVITY
 from ..heads.harm import Harm, harm_of
 from ..heads.lookup import measured_of, queries_of, tell_of_queries
@@ -84,7 +85,8 @@ def harm_for(model: Any, config: DiffKVConfig, num_layers: int) -> Harm | None:
     measured = measured_of(model) if kept is None else Sensitivity.from_dict(kept)
     if measured is None or len(measured.shapes) != num_layers:
         return None
-    return harm_of(measured, config.precise, config.of_layer(0).low)
+    layers = layer_configs(config, num_layers)
+    return harm_of(measured, [(layer.high, layer.low) for layer in layers])
 
 
 def _has_few_bits(config: DiffKVConfig) -> bool:

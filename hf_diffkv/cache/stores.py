@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -17,8 +18,8 @@ from ..config import DiffKVConfig
 from ..config.layers import layer_configs, same_pages
 from ..heads.harm import Harm
 from ..heads.query_moments import QueryMoments
-from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
-from .devices import TensorParallel, absent_layers, layer_devices
+from ..store import KVHeads, Store, begin_forward, drop_unused_layers, settle, withdraw
+from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .free_memory import budget_of
 from .turns import ForwardTurns
@@ -101,6 +102,8 @@ class Stores:
         self.tensor_parallel = TensorParallel()
         # device of each compressed layer; None: one device for all, or unknown
         self.devices: list[torch.device] | None = None
+        # number of KV heads, key_dim and value_dim of compressed layers, where the model tells
+        self.shapes: dict[int, tuple[int, int, int]] = {}
         # compressed layers of the model that run in other processes
         self.absent: set[int] = set()
         # layers replaced by one of Transformers' own
@@ -119,6 +122,14 @@ class Stores:
         absent = absent_layers(model, compressed_layers)
         self.absent = {index for index, layer_idx in enumerate(compressed_layers) if layer_idx in absent}
         self.absent |= self.kept_dense
+        self.note_shapes(model, compressed_layers)
+
+    def note_shapes(self, model: Any, compressed_layers: list[int]) -> None:
+        """Notes the shapes of the layers of `model`, if it is a loaded model that tells; arguments as in `attach`."""
+        if self.tensor_parallel.size == 1 and not self.latent:
+            found = layer_shapes(model)
+            places = enumerate(compressed_layers)
+            self.shapes = {index: found[layer_idx] for index, layer_idx in places if layer_idx in found}
 
     def use_moments(self, moments: QueryMoments) -> None:
         """Rounds generated keys by moments of the model's queries from now on.
@@ -159,10 +170,7 @@ class Stores:
             held = self.all[0].batch_size if self.all else batch
             if held != batch:
                 raise ValueError(f"this cache holds {held} sequences but the model was called with {batch}.")
-            self._check_alone(index, key.device)
-            store = self.make_store(index, self._layers_to_come(key.device, index), batch, heads)
-            store.recording = self.recording
-            self._make_room_beside(store)
+            store = self._new_store(index, batch, heads)
         store.place_layer(used, index)
         alphas = (config.alpha_high, config.alpha_low)
         share = self.tensor_parallel.share
@@ -170,13 +178,38 @@ class Stores:
         self.assign(index, store, used)
         return self._places[index]
 
-    def _check_alone(self, index: int, device: torch.device) -> None:
-        """Raises `ValueError` if a budget would have to be shared by stores that lower their own rows only."""
-        if self.configs[index].precise is not None and self._on(torch.empty(0, device=device).device):
-            raise ValueError(
-                "max_bytes with until_full needs layers of one head shape on each device, and this model's layers "
-                "differ; give until_full=None, which prunes tokens to stay within max_bytes."
-            )
+    def _new_store(self, index: int, batch: int, heads: KVHeads) -> Store:
+        """Makes the store of a layer, and of the layers to come if rows are lowered, so that room is made for all.
+
+        Raises:
+            ValueError, MemoryError: raised by `Store` and `update_limit`; no store was made.
+        """
+        before = list(self.all)
+        try:
+            for layer in (index, *self._to_come(index, heads.device)):
+                known = None if layer == index else self.shapes.get(layer)
+                sizes = {} if known is None else dict(zip(("num_heads", "key_dim", "value_dim"), known))
+                wanted = dataclasses.replace(heads, **sizes)
+                if layer != index and any(self._fits(store, batch, wanted, self.configs[layer]) for store in self.all):
+                    continue
+                store = self.make_store(layer, self._layers_to_come(heads.device, layer), batch, wanted)
+                store.recording = self.recording
+                for slot, other in enumerate(self._alike(heads.device, layer) if store.lowering.active else ()):
+                    store.place_layer(slot, other)
+                    self._note_final(other, store, slot)
+                self.all.append(store)
+                self._make_room_beside(store)
+        except BaseException:
+            self.all[:] = before
+            raise
+        return self.all[len(before)]
+
+    def _to_come(self, index: int, device: torch.device) -> list[int]:
+        """Returns the layers after layer `index` that need a place on `device`, if rows are lowered for a budget."""
+        if self.config.precise is None:
+            return []
+        open_layers = sorted(set(range(index + 1, self.num_layers)) - set(self._places) - self.absent)
+        return [layer for layer in open_layers if self.devices is None or self.devices[layer] == device]
 
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
@@ -204,7 +237,7 @@ class Stores:
             store.update_limit()
         except MemoryError:
             # other stores reserve memory for layers that turned out to have another shape or device
-            for other in self._on(store.device):
+            for other in filter(self._used, self._on(store.device)):
                 drop_unused_layers(other, self._used(other))
             self.share_budget(store)
             store.update_limit()
@@ -217,12 +250,15 @@ class Stores:
         return sum(place[0] is store for place in self._places.values())
 
     def _layers_to_come(self, device: torch.device, index: int) -> int:
-        """Counts the layers without a place that may need one on `device`, with pages like those of layer `index`."""
-        open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
+        """Counts the layers without a place that may need one on `device`, beside layer `index`."""
+        return max(1, len(self._alike(device, index)))
+
+    def _alike(self, device: torch.device, index: int) -> list[int]:
+        """Returns the layers without a place that may need one on `device`, with heads and pages like layer `index`."""
+        open_layers = sorted(set(range(self.num_layers)) - set(self._places) - self.absent)
         alike = [layer for layer in open_layers if same_pages(self.configs[layer], self.configs[index])]
-        if self.devices is not None:
-            alike = [layer for layer in alike if self.devices[layer] == device]
-        return max(1, len(alike))
+        alike = [layer for layer in alike if self.shapes.get(layer) == self.shapes.get(index)]
+        return [layer for layer in alike if self.devices is None or self.devices[layer] == device]
 
     def of_layer(self, index: int, heads: int) -> DiffKVConfig:
         """Returns the configuration of a layer with `heads` KV heads here.
@@ -252,8 +288,14 @@ class Stores:
         self.check_complete()
         begun = []
         try:
+            if any(store.seen for store in self.all):  # all layers are known after the first forward
+                self.all[:] = filter(self._used, self.all)
             for store in self.all:
-                if store.seen:  # all layers are known after the first forward
+                # before another one lowers its rows
+                settle(store)
+            self.look_together()
+            for store in self.all:
+                if store.seen:
                     drop_unused_layers(store, self._used(store))
                 self.share_budget(store)
                 begin_forward(store, tokens)
@@ -262,6 +304,16 @@ class Stores:
             for store in begun:
                 withdraw(store, tokens)
             raise
+
+    def look_together(self) -> None:
+        """Lets all stores that share a budget look at their device in the same step.
+
+        When rows are lowered then does not depend on which store held which free pages.
+        """
+        sharing = [store for store in self.all if store.lowering.active]
+        if any(store.look_due for store in sharing):
+            for store in sharing:
+                store.forget_bounds()
 
     @contextmanager
     def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:
@@ -339,7 +391,15 @@ class Stores:
             self._check_moments(self.moments, index, store)
         if not any(store is other for other in self.all):
             self.all.append(store)
+        self._note_final(index, store, slot)
         self._places[index] = (store, slot)
+
+    def _note_final(self, index: int, store: Store, slot: int) -> None:
+        """Tells a store that lowers rows which heads of a layer, whose place is or will be `slot`, it may lower."""
+        alphas = self.configs[index].alpha_high
+        share = self.tensor_parallel.share(alphas, store.num_heads) if isinstance(alphas, tuple) else alphas
+        if store.lowering.active and not (isinstance(share, tuple) and len(share) != store.num_heads):
+            store.lowering.note_final(slot, share, (store.num_layers, store.num_heads))
 
     def share_budget(self, store: Store, more_requests: int = 0) -> None:
         """Tells `store`, before it may grow, how much of `max_bytes` the others on its device hold or will need.
@@ -349,7 +409,12 @@ class Stores:
         """
         if self.config.max_bytes is None:
             return
-        others = [other for other in self._on(store.device) if other is not store]
+        if store.lowering.together and store.steps_left > 0 and not more_requests and not store.recording:
+            # nothing grows before the next look, and what it needs is known by then
+            return
+        stores = self._on(store.device)
+        store.lowering.together = tuple(map(weakref.ref, stores))
+        others = [other for other in stores if other is not store]
         store.taken = sum(
             other.bytes + (other.bytes - other.pool.bytes) * more_requests // other.batch_size for other in others
         )

@@ -12,6 +12,7 @@ from ..heads.sensitivity import MEASURED_FIELDS
 from . import files
 from .latent import latent_choice, latent_dims
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
+from .until_full import AUTO
 
 # fields of a configuration, and its calibration
 Choice = tuple[dict[str, Any], dict[str, Any] | None]
@@ -48,7 +49,8 @@ def choose(
     calibration = _measured(model, saved)
     # above the ratio of the ladder's highest precision, one precision for all heads can use more bits
     if calibration is not None and ratio <= ratio_of(HEAD_LADDER[-1], calibration):
-        fields, calibration = fields_for(calibration, ratio)
+        budget = given.get("max_bytes") is not None and given.get("until_full", AUTO) is not None
+        fields, calibration = fields_for(calibration, ratio, until_full=budget)
         return {**MEASURED_FIELDS, **fields}, calibration
     if target_ratio is not None:
         return preset_within(target_ratio, model_config), None

@@ -27,7 +27,7 @@ from .checks import (
     payload_bits,
 )
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, preset_named
-from .until_full import AUTO, as_until_full, check_until_full, only_precision, precise_of
+from .until_full import AUTO, as_until_full, check_until_full, precise_of, rungs_of, smaller_first
 
 METADATA_BITS = (16, 32)
 # attributes that are not fields; the second holds the names of the given fields from `__new__` to `__post_init__`
@@ -80,8 +80,9 @@ class DiffKVConfig:
             that is free when a cache stores its first tokens; None is unlimited.
         until_full: precision of all tokens until `max_bytes` is full. From then on whole heads of a request are lowered
             to their final precision, the least harmful ones first; when all are, a `MemoryError` ends the generation.
-            "auto" takes K8V8 if all tokens of all heads have one final precision of fewer bits, else None. None raises
-            thresholds instead, and prunes tokens.
+            "auto" takes K8V8 if no level depends on significance and some head ends at fewer bits, else None. A layer
+            whose heads have two final precisions begins with the higher one. None raises thresholds instead, and
+            prunes tokens.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. With a
             `compile_config` of `generate()` the forward is compiled first.
 
@@ -216,13 +217,12 @@ class DiffKVConfig:
 
         Returns:
             A configuration without `head_precisions`, with thresholds as one number or one per KV head. If heads have
-            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, that is
-            `high`, the final precision is `low`, and `alpha_high` is infinite.
+            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, all begin
+            at `high`, which is `until_full`, and heads with an infinite `alpha_high` end at `low`.
         """
         if self.precise is not None:
-            final = only_precision(self)
-            of_all: dict[str, Any] = {"high": self.precise, "low": final, "alpha_high": math.inf, "alpha_low": 0.0}
-            return dataclasses.replace(self, head_precisions=None, **of_all)
+            rungs = rungs_of(self, index)
+            return dataclasses.replace(self, head_precisions=None, alpha_low=0.0, until_full=rungs.high, **vars(rungs))
         if self.max_bytes is not None and self.until_full is not None:
             # what holds for all layers is decided by the whole
             return dataclasses.replace(self, until_full=None).of_layer(index)
@@ -242,7 +242,7 @@ class DiffKVConfig:
         pairs = [layer for layer in layers if len(layer) == 2]
         mine = {*chosen}
         found = mine if len(mine) == 2 else next((pair for pair in pairs if mine <= pair), mine)
-        order = sorted(found, key=lambda precision: (payload_bits(precision), dataclasses.astuple(precision)))
+        order = smaller_first(found)
         return order[0], order[-1]
 
     def _check_order(self) -> None:
@@ -333,7 +333,8 @@ class DiffKVConfig:
         """
         from ..heads.allocation import fields_for
 
-        fields, calibration = fields_for(self.calibration, target_ratio)
+        budget = self.max_bytes is not None and self.until_full is not None
+        fields, calibration = fields_for(self.calibration, target_ratio, until_full=budget)
         return with_calibration(dataclasses.replace(self, **fields), calibration)
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, Union
 
 from ..precision import Precision, as_precision
 from .checks import HeadPrecisions, Threshold, paired, payload_bits
@@ -11,6 +14,8 @@ from .checks import HeadPrecisions, Threshold, paired, payload_bits
 AUTO = "auto"
 # 8 bits are as good as exact, and quantising them again adds at most 1.5 % to the squared error of 5 bits
 PRECISE = Precision(8, 8)
+# final precisions of a layer's heads; one if all heads have the same
+Finals = tuple[Precision, ...]
 
 
 class BudgetFields(Protocol):
@@ -34,23 +39,58 @@ class BudgetFields(Protocol):
     def until_full(self) -> Precision | str | None: ...
 
 
+@dataclass(frozen=True)
+class Rungs:
+    """Both precisions of a layer that is precise until the budget is full.
+
+    Attributes:
+        high: precision of all tokens at first, and the final one of heads that are never lowered.
+        low: final precision of the other heads; if there are none, that of other layers with the same `high`.
+        alpha_high: infinite for heads that are lowered, 0 for others; a number for all heads, or one for each.
+    """
+
+    high: Precision
+    low: Precision
+    alpha_high: Union[float, tuple[float, ...]]
+
+
 def as_until_full(value: Any) -> Precision | str | None:
     """Returns a precision, "auto" or None. Raises `ValueError` for anything else."""
     return value if value is None or value == AUTO else as_precision("until_full", value)
 
 
-def only_precision(config: BudgetFields) -> Precision | None:
-    """Returns the precision of all tokens of all heads, whatever attention they get; None if there is no such one."""
+def smaller_first(precisions: Iterable[Precision]) -> list[Precision]:
+    """Sorts precisions by rising bits."""
+    return sorted(precisions, key=lambda precision: (payload_bits(precision), dataclasses.astuple(precision)))
+
+
+def final_precisions(config: BudgetFields) -> tuple[Finals, ...] | None:
+    """Returns the final precisions by layer, one entry if all layers are alike; None if tokens are chosen."""
     if config.policy != "diffkv":
         return None
-    layers = (None,) if config.head_precisions is None else config.head_precisions
-    found = {precision for layer in layers for precision in layer or ()}
-    if None in layers:
-        for low, high in paired(config.alpha_low, config.alpha_high) or ():
-            if low > 0 or (0 < high < math.inf and config.high != config.low):
-                return None
-            found.add(config.low if high > 0 else config.high)
-    return found.pop() if len(found) == 1 else None
+    of_layers = (config.head_precisions, config.alpha_high, config.alpha_low)
+    count = min((len(given) for given in of_layers if isinstance(given, tuple)), default=1)
+    found = [_finals_of(config, index) for index in range(count)]
+    return None if None in found else tuple(finals for finals in found if finals is not None)
+
+
+def _finals_of(config: BudgetFields, index: int) -> Finals | None:
+    chosen = None if config.head_precisions is None else config.head_precisions[index]
+    if chosen is None:
+        low, high = (a[index] if isinstance(a, tuple) else a for a in (config.alpha_low, config.alpha_high))
+        alphas = paired(low, high) or []
+        if any(a > 0 or (0 < b < math.inf and config.high != config.low) for a, b in alphas):
+            return None
+        chosen = tuple(config.low if b > 0 else config.high for _, b in alphas)
+    return chosen[:1] if len(set(chosen)) == 1 else chosen
+
+
+def _first_of(config: BudgetFields, finals: Finals) -> Precision:
+    """Returns the precision that a layer's tokens have at first: the higher of its two, or `until_full`."""
+    if len(finals) > 1:
+        return smaller_first(set(finals))[-1]
+    precise = config.until_full if isinstance(config.until_full, Precision) else PRECISE
+    return finals[0] if payload_bits(finals[0]) >= payload_bits(precise) else precise
 
 
 def check_until_full(config: BudgetFields) -> None:
@@ -60,24 +100,48 @@ def check_until_full(config: BudgetFields) -> None:
         return
     if config.max_bytes is None:
         raise ValueError("until_full needs max_bytes, the budget that may become full; set max_bytes as well.")
-    final = only_precision(config)
-    if final is None:
+    layers = final_precisions(config)
+    if layers is None:
         raise ValueError(
-            f"until_full={precise.name} needs one final precision for all tokens and heads; give high and low the "
-            "same precision without alpha_low and head_precisions, or leave until_full out."
+            f"until_full={precise.name} needs a final precision for all tokens of a head; give head_precisions, or "
+            "high and low the same precision without alpha_low, or leave until_full out."
         )
-    if payload_bits(final) >= payload_bits(precise):
-        raise ValueError(
-            f"until_full={precise.name} must need more bits than the final precision {final.name}; raise until_full, "
-            "or lower high and low."
-        )
+    for finals in layers:
+        first = _first_of(config, finals)
+        if first != precise and len(finals) > 1:
+            raise ValueError(
+                f"until_full={precise.name}: a layer whose heads have two final precisions begins with the higher "
+                f"one, here {first.name}; leave until_full out, or give each layer one final precision beside it."
+            )
+        if first != precise:
+            raise ValueError(
+                f"until_full={precise.name} must need more bits than the final precision {first.name}; raise "
+                "until_full, or lower high and low."
+            )
 
 
 def precise_of(config: BudgetFields) -> Precision | None:
-    """Returns the precision of tokens until `max_bytes` is full; None if tokens are chosen to stay within it."""
+    """Returns the precision of tokens until `max_bytes` is full; None if tokens are chosen to stay within it.
+
+    Layers whose heads have two final precisions begin with the higher one instead.
+    """
     if config.max_bytes is None or config.until_full is None:
         return None
     if isinstance(config.until_full, Precision):
         return config.until_full
-    final = only_precision(config)
-    return None if final is None or payload_bits(final) >= payload_bits(PRECISE) else PRECISE
+    layers = final_precisions(config) or ()
+    return PRECISE if any({*finals} != {_first_of(config, finals)} for finals in layers) else None
+
+
+def rungs_of(config: BudgetFields, index: int) -> Rungs:
+    """Returns the rungs of one compressed layer; the configuration must have a `precise_of`."""
+    layers = final_precisions(config) or ()
+    finals = layers[index if len(layers) > 1 else 0]
+    high = _first_of(config, finals)
+    lower = {*finals} - {high}
+    if not lower:
+        partners = ({*others} - {high} for others in layers if _first_of(config, others) == high)
+        return Rungs(high, next((low for lows in partners for low in lows), high), 0.0)
+    (low,) = lower
+    one = len(finals) == 1
+    return Rungs(high, low, math.inf if one else tuple(math.inf if each == low else 0.0 for each in finals))

@@ -27,6 +27,10 @@ from .sensitivity import Sensitivity
 HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 # each pair is a store of its own
 MOST_PAIRS = 6
+# precisions with which a layer may begin until a budget is full; the first one if all its heads end at the same
+BEGINNINGS = ("K8V8", "K6V5", "K5V4")
+# weight of the loss at the beginning beside that at the end
+BEGINNING_WEIGHT = 0.5
 # keys of a configuration's calibration
 SENSITIVITY, TARGET_RATIO = "sensitivity", "target_ratio"
 # number of neighbouring choices of pairs that are tried in turn
@@ -45,16 +49,19 @@ class Allocation:
         precisions: one precision for each compressed layer and KV head.
         ratio: bytes of a stored token over its bytes in the model's dtype, over all layers and heads.
         loss: predicted mean KL to the dense cache, in nats.
+        first: precision with which layers of one precision begin; None if they begin with their own.
     """
 
     precisions: tuple[tuple[Precision, ...], ...]
     ratio: float
     loss: float
+    first: Precision | None = None
 
     @property
     def pairs(self) -> int:
-        """Number of different pairs; a layer with one precision belongs to a pair that contains it."""
-        return len(_stores({frozenset(layer) for layer in self.precisions}))
+        """Number of different pairs, with `first` where a layer has one precision, else in a pair that contains it."""
+        own = [frozenset(layer) for layer in self.precisions]
+        return len(_stores({kind | {self.first} if self.first and len(kind) == 1 else kind for kind in own}))
 
 
 def allocate(
@@ -62,8 +69,13 @@ def allocate(
     target_ratio: float,
     ladder: Sequence[Precision | str] = HEAD_LADDER,
     most_pairs: int | None = MOST_PAIRS,
+    beginnings: Sequence[Precision | str] = (),
 ) -> Allocation:
     """Allocates the precisions of least predicted loss.
+
+    With `beginnings` they are the final ones of a cache with a budget: a layer begins with the higher of its two
+    precisions, which is one of `beginnings`, or with their first if it has only one. The loss with which layers begin
+    counts as well.
 
     Args:
         sensitivity: measured loss of the heads.
@@ -71,6 +83,7 @@ def allocate(
             included.
         ladder: precisions to choose from.
         most_pairs: highest number of different pairs in the model; None is unlimited.
+        beginnings: precisions to begin with, from most to fewest bits; they are part of the ladder too.
 
     Raises:
         ValueError: the smallest precision does not reach the ratio, or precisions were not measured or do not fit the
@@ -78,11 +91,12 @@ def allocate(
     """
     if most_pairs is not None and most_pairs < 1:
         raise ValueError(f"most_pairs={most_pairs} must be at least 1.")
-    chosen = tuple(dict.fromkeys(as_precision("ladder", precision) for precision in ladder))
+    first = tuple(as_precision("beginnings", precision) for precision in beginnings)
+    chosen = tuple(dict.fromkeys((*(as_precision("ladder", precision) for precision in ladder), *first)))
     if not chosen:
         raise ValueError("ladder is empty; give precisions to choose from.")
     check_ratio(target_ratio, sensitivity.shapes, sensitivity.element_bytes, chosen)
-    problem = _Problem(sensitivity, chosen)
+    problem = _Problem(sensitivity, chosen, tuple(map(chosen.index, first)))
     budget = math.floor(target_ratio * problem.dense_bytes + 1e-9)
     found = problem.solve(budget, problem.kinds())
     return problem.allocation(found if most_pairs is None else _with_fewer(problem, budget, found, most_pairs))
@@ -124,12 +138,15 @@ def _ratio(precision: Precision, shapes: Sequence[Sequence[int]], element_bytes:
     return taken / sum(heads * (key + value) * element_bytes for heads, key, value in shapes)
 
 
-def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def fields_for(
+    calibration: Mapping[str, Any] | None, target_ratio: float, until_full: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the fields of a configuration for a ratio, and its calibration.
 
     Args:
         calibration: calibration with the measured loss of heads, as `hf-diffkv calibrate` writes it.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype.
+        until_full: whether these are final precisions, and layers begin with one of `BEGINNINGS`.
 
     Raises:
         ValueError: the calibration has no such measurements, or the ratio cannot be met (`allocate`).
@@ -139,15 +156,17 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
             "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --model MODEL` "
             "measures it and writes one that has, for DiffKVConfig.from_pretrained."
         )
-    found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio)
+    found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio, until_full)
     chosen = {TARGET_RATIO: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
     return {"head_precisions": found.precisions}, {**calibration, **chosen}
 
 
 @lru_cache(maxsize=16)
-def _allocated(sensitivity: str, target_ratio: float) -> Allocation:
+def _allocated(sensitivity: str, target_ratio: float, until_full: bool) -> Allocation:
     """Caches `allocate` by the sensitivity as JSON, as every cache of a model needs the same allocation."""
-    return allocate(Sensitivity.from_dict(json.loads(sensitivity)), target_ratio)
+    given = Sensitivity.from_dict(json.loads(sensitivity))
+    first = tuple(name for name in BEGINNINGS if until_full and given.knows(Precision.parse(name)))
+    return allocate(given, target_ratio, beginnings=first)
 
 
 @dataclass(frozen=True)
@@ -224,9 +243,6 @@ class _Solution:
     loss: float
     price: float = 0.0
 
-    def stores(self) -> set[Kind]:
-        return _stores({frozenset(layer) for layer in self.places})
-
 
 def _stores(kinds: set[frozenset]) -> set[frozenset]:
     """Returns the kinds that are not a subset of another kind."""
@@ -235,16 +251,16 @@ def _stores(kinds: set[frozenset]) -> set[frozenset]:
 
 def _with_fewer(problem: _Problem, budget: int, found: _Solution, most: int) -> _Solution:
     allowed = problem.kinds()
-    while len(found.stores()) > most:
-        fewer = [allowed - {kind} for kind in found.stores()]
+    while len(problem.stores(found)) > most:
+        fewer = [allowed - {kind} for kind in problem.stores(found)]
         trials = [(problem.solve(budget, kinds), kinds) for kinds in problem.promising(fewer, found.price)]
         found, allowed = min(trials, key=lambda trial: trial[0].loss)
         if found.loss == math.inf:
-            found = problem.solve(budget, {frozenset([problem.least])})
+            found = problem.solve(budget, {problem.kind_of({problem.least})})
     while True:
-        others = problem.promising(_neighbours(problem, found.stores(), most), found.price)
+        others = problem.promising(_neighbours(problem, problem.stores(found), most), found.price)
         solved = (problem.solve(budget, kinds) for kinds in others)
-        better = [trial for trial in solved if trial.loss < found.loss and len(trial.stores()) <= most]
+        better = [trial for trial in solved if trial.loss < found.loss and len(problem.stores(trial)) <= most]
         if not better:
             return found
         found = min(better, key=lambda trial: trial.loss)
@@ -256,14 +272,16 @@ def _neighbours(problem: _Problem, stores: set[Kind], most: int) -> Iterator[set
         given_up = [{kind} for kind in stores] + [set()] * (len(stores) < most)
         for old in given_up:
             kept = stores - old | {other}
-            yield kept | {frozenset([place]) for kind in kept for place in kind}
+            yield kept | ({frozenset([place]) for kind in kept for place in kind} & problem.kinds())
 
 
 class _Problem:
     """Bytes and losses of each layer's heads at each precision of the ladder."""
 
-    def __init__(self, sensitivity: Sensitivity, ladder: tuple[Precision, ...]) -> None:
-        self.ladder, size = ladder, sensitivity.element_bytes
+    def __init__(
+        self, sensitivity: Sensitivity, ladder: tuple[Precision, ...], beginnings: tuple[int, ...] = ()
+    ) -> None:
+        self.ladder, self.beginnings, size = ladder, beginnings, sensitivity.element_bytes
         self.dense_bytes = sum(heads * (key + value) * size for heads, key, value in sensitivity.shapes)
         self.bytes = [
             [uniform_token_bytes(p, key, value, size) for p in ladder] for _, key, value in sensitivity.shapes
@@ -274,18 +292,36 @@ class _Problem:
             for layer, heads in enumerate(self.heads)
         ]
         # position of the precision with the fewest bytes over all heads
-        taken = [sum(h * sizes[place] for h, sizes in zip(self.heads, self.bytes)) for place in range(len(ladder))]
-        self.least = taken.index(min(taken))
+        self.least = min(range(len(ladder)), key=self._size)
 
     def kinds(self) -> set[Kind]:
-        """Returns all pairs and all single precisions."""
+        """Returns all pairs and all single precisions; with `beginnings` the pairs that begin with one of them."""
         places = range(len(self.ladder))
+        if self.beginnings:
+            pairs = ((first, place) for first in self.beginnings for place in places if place != first)
+            return {frozenset(pair) for pair in pairs if self._size(pair[1]) < self._size(pair[0])}
         return {frozenset(kind) for count in (1, 2) for kind in combinations(places, count)}
+
+    def _size(self, place: int) -> int:
+        return sum(heads * sizes[place] for heads, sizes in zip(self.heads, self.bytes))
+
+    def kind_of(self, places: Iterable[int]) -> Kind:
+        """Returns the kind of a layer with these positions."""
+        return frozenset(places) | (frozenset(self.beginnings[:1]) if len({*places}) == 1 else frozenset())
+
+    def stores(self, solution: _Solution) -> set[Kind]:
+        """Returns the kinds that need a store each."""
+        return _stores({self.kind_of(layer) for layer in solution.places})
 
     def allocation(self, solution: _Solution) -> Allocation:
         taken = sum(sizes[place] for sizes, places in zip(self.bytes, solution.places) for place in places)
         precisions = tuple(tuple(self.ladder[place] for place in places) for places in solution.places)
-        return Allocation(precisions, taken / self.dense_bytes, float(solution.loss))
+        loss = solution.loss
+        if self.beginnings:
+            of_layers = zip(self.losses, solution.places)
+            loss = sum(float(losses[np.arange(len(places)), places].sum()) for losses, places in of_layers)
+        first = self.ladder[self.beginnings[0]] if self.beginnings else None
+        return Allocation(precisions, taken / self.dense_bytes, float(loss), first)
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
         """Minimises the loss within `budget` bytes of a token, with each layer's precisions from one of `kinds`."""
@@ -331,11 +367,14 @@ class _Problem:
         # heads with the largest gain first
         order = np.argsort(losses[:, high] - losses[:, low], kind="stable")
         found: dict[int, LayerChoice] = {}
-        for count in range(1, heads):
+        # a layer whose heads all end at the same precision begins with the first
+        whole = low in self.beginnings[:1] or high in self.beginnings[:1]
+        begins = BEGINNING_WEIGHT * float(losses[:, high].sum()) if self.beginnings else 0.0
+        for count in range(0, heads + 1) if whole else range(1, heads):
             places = np.full(heads, low)
             places[order[:count]] = high
             taken = count * sizes[high] + (heads - count) * sizes[low]
-            loss = float(losses[np.arange(heads), places].sum())
+            loss = float(losses[np.arange(heads), places].sum()) + begins
             if taken not in found or loss < found[taken][0]:
                 found[taken] = loss, tuple(places.tolist())
         return found

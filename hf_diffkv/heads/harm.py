@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..precision import Precision
@@ -11,20 +12,29 @@ from .sensitivity import Sensitivity
 Harm = tuple[tuple[float, ...], ...]
 
 
-def harm_of(measured: Sensitivity, precise: Precision, final: Precision) -> Harm | None:
-    """Returns the predicted KL by which each head's loss grows; None if the bits were not measured.
+def harm_of(measured: Sensitivity, rungs: Sequence[tuple[Precision, Precision]]) -> Harm | None:
+    """Returns the predicted KL by which each head's loss grows; None if some bits were not measured.
 
     Groups were not measured; they change the loss of all heads alike, and so are left out.
+
+    Args:
+        rungs: precision before and after lowering, by compressed layer.
     """
+    layers = [
+        _growth(measured, layer, *(replace(p, k_groups=1, v_groups=1) for p in pair))
+        for layer, pair in enumerate(rungs)
+    ]
+    return None if None in layers else tuple(growth for growth in layers if growth is not None)
+
+
+def _growth(measured: Sensitivity, layer: int, precise: Precision, final: Precision) -> tuple[float, ...] | None:
     errors = ({16: 0.0, **measured.key_errors}, {16: 0.0, **measured.value_errors})
+    heads = range(measured.shapes[layer][0])
+    if precise == final:
+        return (0.0,) * len(heads)
     if final.k_bits not in errors[0] or final.v_bits not in errors[1]:
         return None
     # bits that were not measured are more than those that were, and lose next to nothing
     known = precise.k_bits in errors[0] and precise.v_bits in errors[1]
-    high, low = (replace(precision, k_groups=1, v_groups=1) for precision in (precise, final))
-
-    def growth(layer: int, head: int) -> float:
-        before = measured.loss(layer, head, high) if known else 0.0
-        return max(0.0, measured.loss(layer, head, low) - before)
-
-    return tuple(tuple(growth(layer, head) for head in range(shape[0])) for layer, shape in enumerate(measured.shapes))
+    before = [measured.loss(layer, head, precise) if known else 0.0 for head in heads]
+    return tuple(max(0.0, measured.loss(layer, head, final) - before[head]) for head in heads)

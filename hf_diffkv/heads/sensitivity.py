@@ -88,6 +88,10 @@ class Sensitivity:
             total += 0.0 if bits == 16 else measured * errors[bits] / errors[at]
         return total
 
+    def knows(self, precision: Precision) -> bool:
+        """Returns whether the bits of a precision were measured."""
+        return precision.k_bits in self.key_errors and precision.v_bits in self.value_errors
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON without the mark, numbers to four significant digits."""
         values = asdict(self)

@@ -201,9 +201,13 @@ class FreeList:
         return self.ring[index]
 
     def replace(self, ids: Tensor, capacity: int) -> None:
-        """Replaces the free pages by `ids`, int [n], out of `capacity` pages, fewer than before."""
+        """Replaces the free pages by `ids`, int [n], out of `capacity` pages, fewer than before.
+
+        A ring that was lengthened by `reserve` stays in place.
+        """
+        if self.ring.numel() <= self.capacity:
+            self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
         self.capacity = capacity
-        self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
         self.ring[: ids.numel()] = ids
         self.state[START], self.state[FREE], self.state[CAPACITY] = 0, ids.numel(), capacity
 

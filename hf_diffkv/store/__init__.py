@@ -1,8 +1,9 @@
 """The compressed state on one device and everything that changes it. Knows nothing of Transformers."""
 
 from .compaction import settle
-from .copies import drop_unused_layers, fork_store, move_rows, prepare_rows, select_rows
+from .copies import drop_unused_layers, move_rows, prepare_rows, select_rows
 from .decode import StepAttention, attend_step
+from .forks import fork_store
 from .hide import hide_tokens
 from .kv_heads import KVHeads
 from .prompt import PromptAttention, attend_prompt

@@ -15,7 +15,7 @@ from ..ops.compact import rewrite_rows, stored_tokens, token_positions
 from ..pages import HIGH
 from ..pages.segments import segments
 from .budget import no_tokens
-from .copies import make_private
+from .forks import make_private
 from .state import Store
 from .transform import held_tokens, slots_of
 

@@ -1,126 +1,241 @@
-"""Keeps a store under `max_bytes` by lowering whole rows from the precise to the final precision (`until_full`).
+"""Keeps stores under `max_bytes` by lowering whole rows from their first to their final precision (`until_full`).
 
-All tokens of a row (layer, request, KV head) have one precision: the high one, or the low one once its `alpha_high` is
-infinite. Rows that lose least for each byte go first. What is lowered stays so, and nothing is lowered more than once.
+All tokens of a row (layer, request, KV head) have one precision: the high one of its store, or the low one once its
+`alpha_high` is infinite. Rows that lose least for each byte go first, over all stores that share a budget. Pages that
+one store gives back are taken by others. What is lowered stays so, and nothing is lowered more than once.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..config.until_full import smaller_first
 from ..ops.backend import compute_dtype
-from ..pages import HIGH, LOW, NULL_PAGE, column
 from ..pages.pool import FREE
-from ..pages.segments import Contents
+from .forks import make_private
+from .lower_rows import lower_rows
 from .prompt_kernels import pages_of
-from .state import Store
+from .state import GROWTH_PART, PAGE_ENTRIES, Store
 
 _logger = logging.getLogger("hf_diffkv")
-# tokens that are lowered at once, unless a single row has more
-TOKENS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Pages that rows take beyond those they hold, int64 [layers, batch, heads] each; negative numbers are given back.
+    """Pages that rows of a store take beyond those they hold; negative numbers are given back.
 
     Attributes:
-        stay: pages if the row keeps its precision.
-        lowered: pages if the row is lowered; unused for rows that are.
-        may_lower: whether the row may be lowered, bool.
+        stay: pages if the row keeps its precision, int64 [layers, batch, heads].
+        lowered: pages if the row is lowered, likewise; unused for rows that may not be.
+        may_lower: whether the row may be lowered, bool, likewise.
+        harm: loss by lowering a row, likewise.
+        page_bytes: bytes that a page takes.
+        layers: index of each layer in the model.
     """
 
     stay: np.ndarray
     lowered: np.ndarray
     may_lower: np.ndarray
+    harm: np.ndarray
+    page_bytes: int
+    layers: Sequence[int]
 
     @classmethod
     def of_growth(cls, store: Store, held: np.ndarray, more: np.ndarray | int, final: np.ndarray) -> Demand:
         """Returns the demand of rows that hold `held` tokens outside their windows and get `more`.
 
         Args:
-            final: whether the row is at the final precision, bool.
+            final: whether the row is at the low precision, bool.
         """
         high, low = store.layout.high.capacity, store.layout.low.capacity
         now = pages_of(held, np.where(final, low, high))
         after = pages_of(held + more, low)
-        return cls(np.where(final, after, pages_of(held + more, high)) - now, after - now, ~final)
+        stay = np.where(final, after, pages_of(held + more, high)) - now
+        harm = store.lowering.harm
+        harm = np.ones(held.shape) if harm is None else np.broadcast_to(harm[store.layers][:, None], held.shape)
+        return cls(stay, after - now, ~final & _lowerable(store), harm, _page_bytes(store), store.layers)
+
+    def bytes(self, chosen: np.ndarray) -> int:
+        """Returns the demand in bytes if the rows `chosen` are lowered."""
+        return int(np.where(chosen, self.lowered, self.stay).sum()) * self.page_bytes
 
 
-def rows_to_lower(demand: Demand, harm: np.ndarray, pages: int) -> np.ndarray | None:
-    """Chooses the rows to lower until the demand of all rows fits, those of least harm for each page first.
+def rows_to_lower(demands: Sequence[Demand], room: int) -> list[np.ndarray] | None:
+    """Chooses the rows to lower until the demand of all stores fits, those of least harm for each byte first.
 
     Args:
-        harm: loss by lowering a row, [layers, batch, heads].
-        pages: number of pages that may be taken.
+        demands: demand of each store.
+        room: bytes that all pages together may take.
 
     Returns:
-        Rows to lower, bool [layers, batch, heads]; None if the demand does not fit even if all are lowered.
+        Rows to lower in each store, bool [layers, batch, heads]; None if it does not fit even if all are lowered.
     """
-    lacking = int(demand.stay.sum()) - pages
-    chosen = np.zeros(demand.stay.shape, dtype=bool)
+    chosen = [np.zeros(demand.stay.shape, dtype=bool) for demand in demands]
+    lacking = sum(map(Demand.bytes, demands, chosen)) - room
     if lacking <= 0:
         return chosen
-    gain = np.where(demand.may_lower, demand.stay - demand.lowered, 0)
+    found: list[tuple[np.ndarray, ...]] = []
+    for number, demand in enumerate(demands):
+        gain = np.where(demand.may_lower, demand.stay - demand.lowered, 0)
+        row = np.nonzero(gain > 0)
+        found.append((np.full(row[0].size, number), *row, gain[row] * demand.page_bytes, demand.harm[row]))
+    store, layer, request, head, freed, harm = map(np.concatenate, zip(*found))
+    of_model = np.concatenate([np.asarray(demand.layers)[row] for demand, (_, row, *_) in zip(demands, found)])
     # equal rows are taken in turn from all layers
-    layer, request, head = np.nonzero(gain > 0)
-    freed = gain[layer, request, head]
-    order = np.lexsort((layer, request, head, harm[layer, request, head] / freed))
+    order = np.lexsort((of_model, request, head, harm / freed))
     enough = int(np.searchsorted(freed[order].cumsum(), lacking)) + 1
     if enough > order.size:
         return None
-    first = order[:enough]
-    chosen[layer[first], request[first], head[first]] = True
+    for number, *row in np.stack((store, layer, request, head), 1)[order[:enough]].tolist():
+        chosen[number][tuple(row)] = True
     return chosen
 
 
-def available(store: Store, free: int | None = None) -> int:
-    """Returns the number of pages that may be taken; `free` as in `PagePool.ensure_free`."""
-    free = store.pool.free_list.free if free is None else free
-    return free + max(0, store.pool.max_pages - store.pool.capacity)
+@dataclass(frozen=True)
+class Part:
+    """What one store asks of the budget.
+
+    Attributes:
+        demand: pages that its rows take.
+        held: tokens of each row outside its window, int64 [layers, batch, heads].
+        final: whether the row is at the low precision, bool, likewise.
+        free: free pages.
+        more: bytes outside the pool that are needed besides.
+    """
+
+    store: Store
+    demand: Demand
+    held: np.ndarray
+    final: np.ndarray
+    free: int
+    more: int = 0
+
+    def need(self, chosen: np.ndarray) -> int:
+        """Returns the free pages that are taken after the rows `chosen` have been lowered; negative if some are given.
+
+        Pages that lowering itself gives back are free by then; those of requests that are dropped are not.
+        """
+        layout = self.store.layout
+        given = pages_of(self.held, layout.high.capacity) - pages_of(self.held, layout.low.capacity)
+        return int(np.where(chosen, self.demand.lowered + given, self.demand.stay).sum())
+
+    def pages_a_token(self, chosen: np.ndarray) -> float:
+        """Returns the pages that a token more of each row takes on average once the rows `chosen` are lowered."""
+        capacity = np.where(self.final | chosen, self.store.layout.low.capacity, self.store.layout.high.capacity)
+        return float((1 / capacity).sum())
 
 
-def make_fit(store: Store, demand: Demand, pages: int) -> np.ndarray:
-    """Lowers rows until `demand` fits into `pages` pages, and returns these rows, bool [layers, batch, heads].
+def together(store: Store) -> list[Store]:
+    """Returns the stores that share the budget of `store`, each with memory of its own.
+
+    A compaction that is due in one of them may be that of the step that has just begun.
+    """
+    known = [reference() for reference in store.lowering.together]
+    stores = [each for each in known if each is not None] or [store]
+    for each in stores:
+        make_private(each)
+    return stores
+
+
+def _for_pages(stores: Iterable[Store], more: int = 0) -> int:
+    """Returns the bytes that the pages of all stores may take beside everything else and `more` bytes."""
+    fixed, total = more, 0
+    for store in stores:
+        total = int(store.config.max_bytes or 0)
+        pool = max(0, store.pool.bytes - store.pool.capacity * _page_bytes(store))
+        fixed += store.bytes_beside_pool() + store.growth() + pool
+    return total - total // GROWTH_PART - fixed
+
+
+def _held(store: Store) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns the tokens of each row outside its window, whether it is at the low precision, and the free pages."""
+    state = (store.high_count, store.low_count, store.low_heads, store.pool.free_list.state[FREE])
+    high, low, final, free = store.look(*state)
+    return high + low, final.astype(bool), int(free)
+
+
+def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
+    """Lowers rows until the demand of all stores fits, and lets pages change hands; returns the rows that it lowers.
 
     Raises:
         MemoryError: it does not fit even if all rows are lowered; nothing has changed.
     """
-    chosen = rows_to_lower(demand, _harm(store), pages)
+    stores, demands, more = [part.store for part in parts], [part.demand for part in parts], sum(p.more for p in parts)
+    sizes = [demand.page_bytes for demand in demands]
+    spare = _for_pages(stores, more) - sum(store.pool.capacity * size for store, size in zip(stores, sizes))
+    # a pool that is a little above its limit only shrinks for the sake of other memory
+    spare = spare if more else max(0, spare)
+    room = spare + sum(part.free * size for part, size in zip(parts, sizes))
+    unusable = 0
+    while (chosen := rows_to_lower(demands, room - unusable)) is not None:
+        # pages of requests that are dropped serve their own store only
+        own = sum(max(0, -part.need(rows)) * size for part, rows, size in zip(parts, chosen, sizes))
+        if own <= unusable:
+            break
+        unusable = own
     if chosen is None:
-        least = np.where(demand.may_lower, demand.lowered, demand.stay)
+        least = sum(demand.bytes(demand.may_lower) for demand in demands)
         raise MemoryError(
-            f"max_bytes={store.config.max_bytes} is full: with all tokens at {store.config.low.full_name}, "
-            f"{int(least.sum()) - pages} more pages of {store.pool.page_bytes} bytes are needed; raise max_bytes, "
-            "choose fewer bits, use fewer sequences, or give until_full=None, which prunes tokens instead."
+            f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {_names(stores, 'low')}, "
+            f"{least - room + unusable} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
+            "sequences, or give until_full=None, which prunes tokens instead."
         )
-    if chosen.any():
-        mask = torch.from_numpy(chosen).to(store.device)
-        store.lowering.tokens += int(store.high_count[mask].sum())
-        lower_rows(store, mask)
-        _tell(store)
+    for part, rows in zip(parts, chosen):
+        if rows.any():
+            mask = torch.from_numpy(rows).to(part.store.device)
+            part.store.lowering.tokens += int(part.store.high_count[mask].sum())
+            lower_rows(part.store, mask)
+    _share_pages(parts, chosen, spare)
+    if any(rows.any() for rows in chosen):
+        _tell(stores)
     return chosen
 
 
-def make_room_for_steps(store: Store, held: np.ndarray, lookahead: int, free: int) -> None:
-    """Lowers rows until the next `lookahead` tokens of each row fit. Raises as `make_fit`.
+def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int) -> None:
+    """Shrinks pools that hold free pages which other stores need, and tells all stores their new limits.
+
+    What is left is divided so that all stores run out of pages at about the same time.
 
     Args:
-        held: tokens of each row outside its window, int64 [layers, batch, heads].
+        spare: bytes by which all pools together may grow; negative if they have to shrink.
     """
-    (final,) = store.look(store.low_heads)
-    make_fit(store, Demand.of_growth(store, held, lookahead, final.astype(bool)), available(store, free))
+    sizes, free = [part.demand.page_bytes for part in parts], [part.store.pool.free_list.free for part in parts]
+    need = [max(0, part.need(rows)) for part, rows in zip(parts, chosen)]
+    lacking = sum(max(0, n - f) * size for n, f, size in zip(need, free, sizes))
+    if lacking > spare:
+        left = max(0, spare + sum((f - n) * size for n, f, size in zip(need, free, sizes)))
+        shares = [part.pages_a_token(rows) * size for part, rows, size in zip(parts, chosen, sizes)]
+        for part, n, f, size, share in zip(parts, need, free, sizes, shares):
+            pool = part.store.pool
+            pool.truncate(pool.capacity - f + n + int(left * share / sum(shares) / size), part.store.table.table)
+    for part in parts:
+        others = [other for other in parts if other is not part]
+        part.store.taken = sum(other.store.bytes + other.more for other in others)
+        part.store.update_limit(part.more)
+
+
+def make_room_for_steps(store: Store, lookahead: int) -> list[Store]:
+    """Lowers rows until the next `lookahead` tokens of each row fit, in all stores. Raises as `make_fit`.
+
+    Returns:
+        The other stores in which rows were lowered.
+    """
+    parts = []
+    for each in together(store):
+        held, final, free = _held(each)
+        parts.append(Part(each, Demand.of_growth(each, held, lookahead, final), held, final, free))
+    return [part.store for part, rows in zip(parts, make_fit(parts)) if rows.any() and part.store is not store]
 
 
 def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> None:
-    """Lowers rows until several new tokens fit in all layers; the first layer of a forward does so for all.
+    """Lowers rows until several new tokens fit in all layers of all stores; the first layer of a forward does so.
 
     A row without stored tokens is lowered before its tokens come, so they are quantised once.
 
@@ -133,80 +248,108 @@ def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> Non
     """
     if store.lowering.made_room:
         return
-    real = torch.full_like(store.length[0], tokens) if valid is None else valid.sum(-1)
-    state = (store.high_count, store.low_count, store.low_heads, store.length, store.window_start)
-    high, low, final, length, start, real, free = store.look(*state, real, store.pool.free_list.state[FREE])
-    held, leaving = high + low, np.maximum(start, length + real - store.config.window) - start
-    if store.rounds_for_queries and store.moments is None and store.lowering.moments is None:
-        shape = (store.num_layers, store.num_heads, store.key_dim, store.key_dim)
-        store.lowering.moments = torch.zeros(shape, dtype=compute_dtype(store.dtype), device=store.device)
-    store.ensure_width(int((held + leaving[..., None]).max()) + store.window_slots)
+    parts = [_part_of_prompt(each, tokens, valid) for each in together(store)]
     store.update_limit()
-    final, more = final.astype(bool), leaving[..., None]
-    final |= make_fit(store, Demand.of_growth(store, held, more, final), available(store, int(free)))
-    # taken at once, as the limit may fall by a page while the layers store their tokens
-    store.pool.ensure_free(int(Demand.of_growth(store, held, more, final).stay.sum()))
-    store.lowering.made_room = True
+    for part, rows in zip(parts, make_fit(parts)):
+        # taken at once, as the limit may fall by a page while the layers store their tokens
+        part.store.pool.ensure_free(max(0, part.need(rows)))
+        part.store.lowering.made_room = True
 
 
-def make_room_for_copies(store: Store, index: Tensor, more: int) -> None:
-    """Lowers rows, and shrinks the pool, until a new batch fits. Raises as `make_fit`.
+def _part_of_prompt(store: Store, tokens: int, valid: Tensor | None) -> Part:
+    """Returns what new tokens ask of a store; layers that have stored theirs ask nothing."""
+    state = store.lowering
+    real = torch.full_like(store.length[0], tokens) if valid is None else valid.sum(-1)
+    held, final, free = _held(store)
+    length, start, real = store.look(store.length, store.window_start, real)
+    state.after = length + real if state.after is None else state.after
+    leaving = (np.maximum(start, state.after - store.config.window) - start)[..., None]
+    if store.rounds_for_queries and store.moments is None and state.moments is None:
+        shape = (store.num_layers, store.num_heads, store.key_dim, store.key_dim)
+        state.moments = torch.zeros(shape, dtype=compute_dtype(store.dtype), device=store.device)
+    store.ensure_width(int((held + leaving).max()) + store.window_slots)
+    return Part(store, Demand.of_growth(store, held, leaving, final), held, final, free)
+
+
+def make_room_for_copies(store: Store, index: Tensor) -> None:
+    """Lowers rows, and shrinks pools, until a new batch fits in all stores. Raises as `make_fit`.
 
     Args:
         index: old request of each new one, int64 [new batch size].
-        more: bytes outside the pool that the new batch needs beyond those of the old one.
     """
-    store.update_limit(more)
-    copies = np.bincount(index.cpu().numpy(), minlength=store.batch_size)
-    state = (store.high_count, store.low_count, store.low_heads, store.pool.free_list.state[FREE])
-    high, low, final, free = store.look(*state)
-    held, final, times = high + low, final.astype(bool), copies[:, None]
-    demand = Demand.of_growth(store, held, 0, final)
-    now = pages_of(held, np.where(final, store.layout.low.capacity, store.layout.high.capacity))
-    # a request that is dropped gives its pages back and is not worth lowering
-    stay = now * (times - 1)
-    lowered = np.where(times > 0, (demand.lowered + now) * times - now, stay)
-    make_fit(store, Demand(stay, lowered, ~final), _left(store, int(free), more))
-    _shrink(store, more)
+    copies = np.bincount(index.cpu().numpy(), minlength=store.batch_size)[:, None]
+    parts = []
+    for each in together(store):
+        held, final, free = _held(each)
+        demand = Demand.of_growth(each, held, 0, final)
+        now = pages_of(held, np.where(final, each.layout.low.capacity, each.layout.high.capacity))
+        # a request that is dropped gives its pages back and is not worth lowering
+        stay = now * (copies - 1)
+        lowered = np.where(copies > 0, (demand.lowered + now) * copies - now, stay)
+        more = (each.bytes - each.pool.bytes) * max(0, index.numel() - each.batch_size) // each.batch_size
+        parts.append(Part(each, replace(demand, stay=stay, lowered=lowered), held, final, free, more))
+    make_fit(parts)
+    _forget_bounds(parts)
 
 
-def room(store: Store) -> int:
-    """Returns the number of tokens that each request can still get with all rows at the final precision."""
-    state = (store.high_count, store.low_count, store.low_heads, store.pool.free_list.state[FREE])
-    high, low, final, free = store.look(*state)
-    held, final, pages = high + low, final.astype(bool), available(store, int(free))
+def room(stores: Sequence[Store]) -> int:
+    """Returns the number of tokens that each request can still get with all rows at the final precision.
+
+    Args:
+        stores: all stores of a device.
+    """
+    parts = [(store, *_held(store)) for store in stores]
+    left = _for_pages(stores)
+    most = 0
+    for store, _, _, free in parts:
+        left -= (store.pool.capacity - free) * _page_bytes(store)
+        most += (store.pool.capacity + max(0, left) // _page_bytes(store)) * store.layout.low.capacity
 
     def needed(more: int) -> int:
-        demand = Demand.of_growth(store, held, more, final)
-        return int(np.where(final, demand.stay, demand.lowered).sum())
+        demands = [Demand.of_growth(store, held, more, final) for store, held, final, _ in parts]
+        return sum(demand.bytes(demand.may_lower) for demand in demands)
 
-    most = (store.pool.capacity + pages) * store.layout.low.capacity
-    return max(0, bisect_right(range(most + 1), pages, key=needed) - 1)
+    return max(0, bisect_right(range(most + 1), left, key=needed) - 1)
 
 
-def give_way(store: Store, more: int) -> None:
-    """Lowers rows and shrinks the pool until `more` bytes outside of it fit into the budget. Raises as `make_fit`."""
+def give_way(store: Store, more: int, of_layer: int = 0) -> None:
+    """Lowers rows and shrinks pools until bytes outside of them fit into the budget. Raises as `make_fit`.
+
+    Args:
+        more: bytes that `store` needs.
+        of_layer: bytes that each layer records in this forward, which stores whose turn is still to come need too.
+    """
     if not store.lowering.active or more <= 0:
         return
-    store.update_limit(more)
-    if store.pool.capacity <= store.pool.max_pages:
+    stores, width = together(store), store.num_heads * (store.key_dim + store.value_dim)
+    wanted = [more] * len(stores)
+    for number, other in enumerate(stores):
+        if other is not store:
+            wide = other.num_heads * (other.key_dim + other.value_dim) / width
+            wanted[number] = int(of_layer * wide) * other.num_layers if _recorded(other) <= _recorded(store) else 0
+    if _for_pages(stores, sum(wanted)) >= sum(each.pool.capacity * _page_bytes(each) for each in stores):
         return
-    state = (store.high_count, store.low_count, store.low_heads, store.pool.free_list.state[FREE])
-    high, low, final, free = store.look(*state)
-    make_fit(store, Demand.of_growth(store, high + low, 0, final.astype(bool)), _left(store, int(free), more))
-    _shrink(store, more)
+    parts = []
+    for each, bytes_more in zip(stores, wanted):
+        held, final, free = _held(each)
+        parts.append(Part(each, Demand.of_growth(each, held, 0, final), held, final, free, bytes_more))
+    make_fit(parts)
+    _forget_bounds(parts)
 
 
-def _left(store: Store, free: int, more: int) -> int:
-    """Returns the pages that may be taken beside `more` bytes, for which the pool has to shrink; may be negative."""
-    return available(store, free) if more <= 0 else free + store.pool.max_pages - store.pool.capacity
+def _forget_bounds(parts: Iterable[Part]) -> None:
+    """Makes stores look again before their next step, for which free pages may have been taken from them."""
+    for part in parts:
+        part.store.forget_bounds()
 
 
-def _shrink(store: Store, more: int) -> None:
-    """Shrinks the pool to its limit if `more` bytes have to fit beside it."""
-    if more > 0 and store.pool.capacity > store.pool.max_pages:
-        store.pool.truncate(store.pool.max_pages, store.table.table)
-        store.forget_bounds()
+def _recorded(store: Store) -> int:
+    return 0 if store.recorded[0] is None else store.recorded[0].tokens
+
+
+def _page_bytes(store: Store) -> int:
+    """Returns the bytes that a page takes with its entries in tables."""
+    return store.pool.page_bytes + PAGE_ENTRIES
 
 
 def note_queries(store: Store, layer: int, moment: Tensor | None) -> None:
@@ -219,92 +362,29 @@ def note_queries(store: Store, layer: int, moment: Tensor | None) -> None:
         store.lowering.moments[layer] += moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
 
 
-def lower_rows(store: Store, chosen: Tensor) -> None:
-    """Moves all tokens of some rows to the low tier, and makes them stay there.
-
-    The memory beside the pages is that of `TOKENS_AT_ONCE` tokens or of the longest row, dense. No pages are needed, as
-    each row gives up its pages before it takes fewer.
-
-    Args:
-        chosen: rows at the high precision, bool [layers, batch, heads].
-    """
-    row = chosen.view(-1).nonzero()[:, 0]
-    count = store.high_count.view(-1)[row].long()
-    parts, first, total = [], 0, 0
-    for index, tokens in enumerate(count.tolist()):
-        if total + tokens > TOKENS_AT_ONCE and index > first:
-            parts.append(slice(first, index))
-            first, total = index, 0
-        total += tokens
-    for part in (*parts, slice(first, row.numel())):
-        _lower(store, row[part], count[part])
-        # in place, because captured steps read them there
-        store.alpha_high.view(-1)[row[part]] = math.inf
-    store.forget_bounds()
+def _lowerable(store: Store) -> np.ndarray:
+    """Returns the heads whose final precision is the low one, bool [layers, 1, heads]."""
+    keeps = store.lowering.keeps
+    return np.ones((store.num_layers, 1, store.num_heads), dtype=bool) if keeps is None else ~keeps[:, None]
 
 
-def _lower(store: Store, row: Tensor, count: Tensor) -> None:
-    """Moves all tokens of the rows `row`, int64 [n], of `count` tokens each, to the low tier."""
-    high, low = store.layout.high, store.layout.low
-    table = store.table.table.view(-1, store.table.width)
-    if not int(count.sum()):
-        return
-    place = torch.repeat_interleave(torch.arange(row.numel(), device=row.device), count)
-    index = torch.arange(place.numel(), device=row.device) - (count.cumsum(0) - count)[place]
-    page = table[row[place], column(HIGH, index // high.capacity, table.shape[1])].long()
-    key, value = store.ops.load_tokens(store.pool.pages, high, page, index % high.capacity, store.dtype)
-    key = _rounded(store, row, place, key)
-    old = page[index % high.capacity == 0]
-    is_high = torch.arange(table.shape[1], device=row.device) < pages_of(count, high.capacity)[:, None]
-    table[row] = table[row].masked_fill(is_high, NULL_PAGE)
-    store.pool.free_list.give(old)
-    need = pages_of(count, low.capacity)
-    owner, fresh = store.pool.free_list.take(need)
-    ordinal = torch.arange(owner.numel(), device=row.device) - (need.cumsum(0) - need)[owner]
-    table[row[owner], column(LOW, ordinal, table.shape[1])] = fresh.to(table.dtype)
-    page = table[row[place], column(LOW, index // low.capacity, table.shape[1])].long()
-    nothing = torch.zeros(place.numel(), device=row.device)
-    contents = Contents(key, value, nothing, nothing.long())
-    store.ops.store_tokens(store.pool.pages, low, page, index % low.capacity, contents, store.dtype)
-    store.low_count.view(-1)[row] = count.to(store.low_count.dtype)
-    store.high_count.view(-1)[row] = 0
+def _names(stores: Iterable[Store], level: str) -> str:
+    """Returns the names of the stores' high or low precisions, from most to fewest bits."""
+    found = {getattr(store.config, level) for store in stores}
+    return "/".join(precision.full_name for precision in reversed(smaller_first(found)))
 
 
-def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:
-    """Rounds keys, [n, key_dim], for the model's queries if their moments are known, else for those of its prompts.
-
-    Args:
-        row: rows of the keys, int64 [rows].
-        place: index into `row` of each key, int64 [n].
-    """
-    feedback = store.model_feedback
-    if feedback is not None:
-        matrices = feedback.matrices[feedback.of_rows(store.high_count.numel())[row]]
-    elif store.lowering.moments is not None:
-        head = row // (store.batch_size * store.num_heads) * store.num_heads + row % store.num_heads
-        matrices = store.ops.feedback_of(store.lowering.moments.flatten(0, 1)[head], store.key_rotation)
-    else:
-        return key
-    return store.ops.round_keys(key, place, matrices, store.layout.low)
-
-
-def _harm(store: Store) -> np.ndarray:
-    """Returns the loss by lowering each row, [layers, batch, heads]; the same for all if nothing was measured."""
-    shape = tuple(store.high_count.shape)
-    if store.lowering.harm is None:
-        return np.ones(shape)
-    return np.broadcast_to(store.lowering.harm[store.layers][:, None], shape)
-
-
-def _tell(store: Store) -> None:
+def _tell(stores: Sequence[Store]) -> None:
     """Tells once that lowering has begun, and once that all rows are at the final precision."""
-    precise, final = store.config.high.full_name, store.config.low.full_name
-    if not store.lowering.told_full:
-        store.lowering.told_full = True
+    states = [store.lowering for store in stores]
+    precise, final = _names(stores, "high"), _names(stores, "low")
+    if not any(state.told_full for state in states):
         _logger.warning(
             "max_bytes=%d is full: from here on heads are lowered from %s to %s, the least harmful ones first.",
-            *(store.config.max_bytes, precise, final),
+            *(int(stores[0].config.max_bytes or 0), precise, final),
         )
-    if not store.lowering.told_final and bool(store.low_heads.all()):
-        store.lowering.told_final = True
-        _logger.warning("all is at %s, room for about %d tokens.", final, room(store))
+    done = all(bool((store.low_heads.cpu().numpy() | ~_lowerable(store)).all()) for store in stores)
+    if done and not any(state.told_final for state in states):
+        _logger.warning("all is at %s, room for about %d tokens.", final, room(stores))
+    for state in states:
+        state.told_full, state.told_final = True, state.told_final or done

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from dataclasses import dataclass
+from typing import Any, Union
 
 import numpy as np
 from torch import Tensor
@@ -15,17 +18,47 @@ class LoweringState:
     Attributes:
         active: whether whole rows are lowered to stay within the budget.
         harm: loss by lowering each head, float64 [model_layers, heads] for this store's heads; None if not known.
+        keeps: heads whose final precision is the high one, bool [layers, heads]; None if all may be lowered.
         moments: sum of q q^T over the queries of all prompts, [layers, heads, key_dim, key_dim], for which lowered keys
             are rounded; None if the model's moments are known or nothing is rounded.
         tokens: number of tokens that were lowered after they were stored.
         told_full, told_final: whether it was logged that lowering has begun, and that all rows are lowered.
         made_room: whether rows were lowered for the current forward of several tokens.
+        after: length of each request after that forward, int64 [layers, batch]; None without `made_room`.
+        together: stores of one cache that share the device's budget, this one included, as the cache said last; a
+            copy does not know them.
     """
 
     active: bool = False
     harm: np.ndarray | None = None
+    keeps: np.ndarray | None = None
     moments: Tensor | None = None
     tokens: int = 0
     told_full: bool = False
     told_final: bool = False
     made_room: bool = False
+    after: np.ndarray | None = None
+    together: tuple[weakref.ref, ...] = ()
+
+    def begin(self) -> None:
+        """Prepares for the next forward."""
+        self.made_room, self.after = False, None
+
+    def note_final(self, layer: int, alpha_high: Union[float, tuple[float, ...]], shape: tuple[int, int]) -> None:
+        """Notes which heads of a layer are lowered: those with an infinite threshold.
+
+        Args:
+            shape: number of layers and heads.
+        """
+        alphas = alpha_high if isinstance(alpha_high, tuple) else (alpha_high,) * shape[1]
+        if self.keeps is None:
+            self.keeps = np.zeros(shape, dtype=bool)
+        self.keeps[layer] = [alpha < math.inf for alpha in alphas]
+
+    def drop_layers(self, used: int) -> None:
+        """Forgets all layers but the first `used`."""
+        self.moments = None if self.moments is None else self.moments[:used].clone()
+        self.keeps = None if self.keeps is None else self.keeps[:used].copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "together": ()}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..ops.softmax import Softmax
-from .copies import make_private
 from .decode import StepAttention
+from .forks import make_private
 from .lowering import give_way
 from .prompt import PromptAttention, StoredPast, attend_from_newest
 from .recorded import Read, Recorded
@@ -34,9 +34,9 @@ def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, 
     return together, entering, StoredPast.read(store, layer, entering)
 
 
-def _reserve(store: Store, more: int) -> None:
-    """Makes room for `more` bytes of recorded tokens. Raises `MemoryError` if they do not fit."""
-    give_way(store, more)
+def _reserve(store: Store, more: int, of_layer: int) -> None:
+    """Makes room for `more` bytes of recorded tokens, `of_layer` in each. Raises `MemoryError` if they do not fit."""
+    give_way(store, more, of_layer)
     store.check_budget(more)
 
 
@@ -71,7 +71,7 @@ class RecordedAttention:
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
         if first and (layer == 0 or self._readers):
             later = self._readers * query.numel() * query.element_size()
-            _reserve(store, later + self._new.bytes * (store.num_layers if layer == 0 else 0))
+            _reserve(store, later + self._new.bytes * (store.num_layers if layer == 0 else 0), self._new.bytes)
         together, entering, past = _after_recorded(store, layer, self._new)
         # without readers the queries of all recorded tokens are here, so that each may see other tokens
         asked = query if self._readers else together.reads[0].query
@@ -107,7 +107,8 @@ def commit(store: Store, rejected: int) -> None:
             "copy.deepcopy of the cache."
         )
     make_private(store)
-    store.forward, store.lowering.made_room = None, False
+    store.forward = None
+    store.lowering.begin()
     store.seen -= rejected
     store.padding.length -= rejected
     kept = max(held, default=0) - rejected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import replace
 from operator import is_
@@ -28,6 +27,7 @@ from ..policy import make_policy
 from .host_reads import read_together
 from .kv_heads import KVHeads
 from .lowering_state import LoweringState
+from .padding import Padding
 from .recorded import Recorded
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 # fp16 metadata holds a range of twice this
 FP16_RANGE = 32752.0
+# bytes of a page's entries in the page table and in the free list
+PAGE_ENTRIES = 8
+# divisor of the budget that gives the part kept for tables that grow before the next look at the limit
+GROWTH_PART = 32
 
 LayerThreshold = Union[float, tuple[float, ...]]
 
@@ -42,66 +46,6 @@ LayerThreshold = Union[float, tuple[float, ...]]
 def reads_are_free(device: torch.device) -> bool:
     """Returns whether the host can read `device` at every step at no cost."""
     return device.type == "cpu"
-
-
-class Padding:
-    """Mask of each request's real logical positions; takes no memory while there is no padding."""
-
-    def __init__(self, batch_size: int, device: torch.device) -> None:
-        self.batch_size, self.device, self.length = batch_size, device, 0
-        self._valid: Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        return 0 if self._valid is None else self._valid.numel()
-
-    def append(self, tokens: int, valid: Tensor | None) -> None:
-        """Appends `tokens` positions; `valid` marks the real ones, bool [batch, tokens], or None if all are."""
-        if valid is not None or self._valid is not None:
-            self._grow(self.length + tokens)
-            self._valid[:, self.length : self.length + tokens] = True if valid is None else valid
-        self.length += tokens
-
-    def _grow(self, length: int) -> None:
-        have = 0 if self._valid is None else self._valid.shape[1]
-        if length <= have:
-            return
-        grown = torch.ones(self.batch_size, math.ceil(length * 1.125), dtype=torch.bool, device=self.device)
-        if self._valid is not None:
-            grown[:, :have] = self._valid
-        self._valid = grown
-
-    def equals(self, mask: Tensor | None) -> Tensor | None:
-        """Returns whether `mask`, bool [batch, length] or None for all real, has the same real positions.
-
-        The result is bool [] on the device, or None if they are the same for certain.
-        """
-        if self._valid is None:
-            return None if mask is None else mask.all()
-        known = self._valid[:, : self.length]
-        return known.all() if mask is None else (mask == known).all()
-
-    def replace(self, mask: Tensor) -> None:
-        """Sets the real positions to `mask`, bool [batch, length]."""
-        self._grow(self.length)
-        self._valid[:, : self.length] = mask
-
-    def mask(self) -> Tensor:
-        """Returns the real positions, bool [batch, length]."""
-        if self._valid is None:
-            return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
-        return self._valid[:, : self.length]
-
-    def copy(self) -> Padding:
-        """Returns an independent copy."""
-        twin = Padding(self.batch_size, self.device)
-        twin.length, twin._valid = self.length, None if self._valid is None else self._valid.clone()
-        return twin
-
-    def select(self, index: Tensor) -> None:
-        self.batch_size = index.numel()
-        if self._valid is not None:
-            self._valid = self._valid[index]
 
 
 class Store:
@@ -202,7 +146,7 @@ class Store:
         self.all_bounds: Bounds | None = None
         self.layer_bounds: list[Bounds] = []
         self.steps_left = 0
-        # stores that share all memory with this one, itself included (see copies.py)
+        # stores that share all memory with this one, itself included (see forks.py)
         self.twins: weakref.WeakSet[Store] | None = None
         self.finalizer: weakref.finalize | None = None
         self.update_limit()
@@ -425,17 +369,19 @@ class Store:
         max_bytes = self.max_bytes
         if max_bytes is None:
             return
-        # growth that is possible before the next update of the limit
-        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + (max_bytes + self.taken) // 32
-        growth += self.pool.granularity
+        growth = self.growth() + (max_bytes + self.taken) // GROWTH_PART
         other = self.bytes_beside_pool() + growth + more
-        pages = (max_bytes - other) // (self.layout.page_bytes + 8)
+        pages = (max_bytes - other) // (self.layout.page_bytes + PAGE_ENTRIES)
         if pages < 1:
             raise MemoryError(
                 f"max_bytes={self.config.max_bytes} cannot even hold the windows and tables of this cache ({other} "
                 "bytes); raise max_bytes, or lower window, sinks or the batch size."
             )
         self.pool.max_pages = int(pages)
+
+    def growth(self) -> int:
+        """Returns the bytes by which padding and the pool's memory may grow before the next update of the limit."""
+        return self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + self.pool.granularity
 
     def ensure_width(self, tokens: int) -> None:
         """Widens the page table's rows for `tokens` stored tokens."""

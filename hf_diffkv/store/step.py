@@ -13,7 +13,7 @@ from ..ops.tiles import Bounds, build_tiles
 from ..pages.pool import FREE
 from .budget import make_room
 from .compaction import settle
-from .copies import make_private
+from .forks import make_private
 from .lowering import make_room_for_steps
 from .prompt_kernels import pages_of
 from .state import Store
@@ -33,7 +33,8 @@ def begin_forward(store: Store, tokens: int) -> None:
     make_private(store)
     store.check_positions(tokens)
     settle(store)
-    store.forward, store.lowering.made_room = None, False
+    store.forward = None
+    store.lowering.begin()
     if tokens > 1 and not store.stores_by_kernel:
         store.check_values()
     if _generates(store, tokens):
@@ -98,7 +99,9 @@ def refresh(store: Store) -> None:
         if store.config.max_bytes is None:
             raise
         if store.lowering.active:
-            make_room_for_steps(store, high + low, lookahead, int(free))
+            for other in make_room_for_steps(store, lookahead):
+                # its step may have been given room already
+                bound_rows(other, *other.look(other.high_count, other.low_count), lookahead)
         else:
             make_room(store, more_pages)
         refresh(store)

@@ -172,6 +172,23 @@ def test_heads_are_lowered_between_replays(steps) -> None:
 
 
 @pytest.mark.slow
+def test_heads_of_several_stores_are_lowered_between_replays(steps) -> None:
+    """Pages change hands between the stores, which stay where the graph reads them."""
+    tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(3))
+    model = build(2, num_key_value_heads=2)
+    fields = {"head_precisions": [["K8V8", "K4V2"], ["K4V4", "K4V4"]]}
+    _, free = run(model, False, tokens, 24, {**fields, "max_bytes": 10**6})
+    limit = free.memory().bytes - 500
+    cache, eager = assert_alike(model, tokens, 24, {**fields, "max_bytes": limit})
+    assert len(cache.stores.all) == 2
+    for store, other in zip(cache.stores.all, eager.stores.all):
+        assert store.lowering.tokens == other.lowering.tokens and torch.equal(store.low_heads, other.low_heads)
+    assert cache.memory().lowered > 0 and cache.memory().bytes <= limit
+    # tables that widen are captured anew
+    assert steps[0].replays >= 12
+
+
+@pytest.mark.slow
 def test_a_second_turn_and_a_fork(model, steps) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(3))
     turn = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(4))

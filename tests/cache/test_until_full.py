@@ -240,11 +240,3 @@ def test_heads_that_lose_least_are_lowered_first() -> None:
         assert seen[-1][1] <= least_left
         run.feed(tokens(3, 1))
     assert len({count for count, _ in seen}) > 1
-
-
-def test_layers_of_two_shapes_on_one_device_are_refused() -> None:
-    cache = DiffKVCache(model_in_float32().config, budget(10**6))
-    states = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 16)
-    cache.stores.place(0, *states)
-    with pytest.raises(ValueError, match="one head shape on each device.*until_full=None"):
-        cache.stores.place(1, torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16))

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.config import diffkv_config as config_module
+from hf_diffkv.config.layers import layer_configs, possible_precisions
 
 CONFIGS = [
     DiffKVConfig(),
@@ -71,9 +72,8 @@ PER_HEAD = {"head_precisions": [["K5V4", "K4V3"], ["K5V4", "K5V4"]]}
         ({"max_bytes": "1GB", "alpha_low": 0.1, "alpha_high": 0.1}, None),
         ({"max_bytes": "1GB", "high": "K8V8", "low": "K8V8"}, None),
         ({"max_bytes": "1GB", "high": "K8V4", "alpha_high": float("inf")}, "K8V8"),
-        ({"max_bytes": "1GB", "high": "K8V4", "alpha_high": (0.0, float("inf"))}, None),
         ({"max_bytes": "1GB", "policy": "leankv"}, None),
-        ({"max_bytes": "1GB", **PER_HEAD}, None),
+        ({"max_bytes": "1GB", "head_precisions": [["K8V8"] * 2, ["K16V16"] * 2]}, None),
         ({"max_bytes": "1GB", "head_precisions": [["K5V4", "K5V4"], None]}, "K8V8"),
     ],
     ids=str,
@@ -89,12 +89,48 @@ def test_what_is_stored_precisely_until_the_budget_is_full(fields: dict[str, Any
     assert DiffKVConfig.from_dict(config.to_dict()) == config
 
 
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "fields, rungs",
+    [
+        (PER_HEAD, [("K5V4", "K4V3", (0.0, INF)), ("K8V8", "K5V4", INF)]),
+        (
+            {"head_precisions": [["K3V2", "K3V2"], ["K8V8", "K8V8"], ["K8V8", "K4V3"], ["K16V16", "K16V16"], None]},
+            [
+                *(("K8V8", "K3V2", INF), ("K8V8", "K3V2", 0.0), ("K8V8", "K4V3", (0.0, INF))),
+                *(("K16V16", "K16V16", 0.0), ("K8V8", "K5V4", INF)),
+            ],
+        ),
+        (
+            {"high": "K8V4", "alpha_high": ((0.0, INF), (INF, INF))},
+            [("K8V4", "K5V4", (0.0, INF)), ("K8V8", "K5V4", INF)],
+        ),
+        ({"high": "K8V4", "alpha_high": (0.0, INF)}, [("K8V8", "K8V4", INF), ("K8V8", "K5V4", INF)]),
+    ],
+    ids=str,
+)
+def test_where_each_layer_begins_and_ends(fields: dict[str, Any], rungs: list[tuple[str, str, Any]]) -> None:
+    config = DiffKVConfig(**{**FINAL, "max_bytes": "1GB", **fields})
+    layers = layer_configs(config, len(rungs))
+    assert [(layer.high.name, layer.low.name, layer.alpha_high) for layer in layers] == rungs
+    assert not config.selects and not any(layer.selects for layer in layers)
+    assert [layer.precise for layer in layers] == [layer.high for layer in layers]
+    # without the budget heads have their final precisions
+    finals = [
+        possible_precisions(layer, 2)
+        for layer in layer_configs(dataclasses.replace(config, max_bytes=None), len(rungs))
+    ]
+    assert [possible_precisions(layer, 2) for layer in layers] == finals
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
         ({"until_full": "K8V8"}, "until_full needs max_bytes"),
-        ({"until_full": "K8V8", "max_bytes": "1GB", **PER_HEAD}, "one final precision for all tokens and heads"),
-        ({"until_full": "K8V8", "max_bytes": "1GB", "policy": "leankv"}, "one final precision"),
+        ({"until_full": "K8V8", "max_bytes": "1GB", **PER_HEAD}, "begins with the higher one, here K5V4"),
+        ({"until_full": "K8V8", "max_bytes": "1GB", "policy": "leankv"}, "needs a final precision for all tokens"),
         ({"until_full": "K4V4", "max_bytes": "1GB"}, "K4V4 must need more bits than the final precision K5V4"),
         ({"until_full": "always", "max_bytes": "1GB"}, "until_full='always'"),
     ],

@@ -77,6 +77,41 @@ def test_nothing_better_exists(heads: tuple[int, ...], ladder: tuple[str, ...], 
         ]
 
 
+@pytest.mark.parametrize("heads", [(3, 3), (2, 2, 2), (1, 1, 1), (1, 3)])
+@pytest.mark.parametrize("first", [("K8V8",), ("K8V8", "K6V5"), ("K6V5", "K5V4")])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_better_final_precisions_exist(heads: tuple[int, ...], first: tuple[str, ...], seed: int) -> None:
+    """For layers that begin with one of `first`, with half of the loss there."""
+    given, ladder = sensitivity(*heads, seed=seed), ("K3V2", "K4V3", "K6V5")
+    names = tuple(dict.fromkeys((*ladder, *first)))
+    bits = {name: int(name[1]) + int(name[3]) for name in names}
+
+    def begins(layer: tuple[str, ...]) -> str | None:
+        """None if it would begin with another precision."""
+        top = max(layer, key=bits.get)
+        if len(set(layer)) > 1:
+            return top if top in first else None
+        return first[0] if bits[top] <= bits[first[0]] else None
+
+    choices = []
+    for taken, loss, choice in every_choice(given, names):
+        tops = [begins(layer) for layer in choice]
+        if None not in tops:
+            of_tops = [
+                (layer, head, Precision.parse(top)) for layer, top in enumerate(tops) for head in range(heads[layer])
+            ]
+            choices.append((taken, loss + 0.5 * sum(given.loss(*each) for each in of_tops), loss, choice))
+    for ratio in (0.18, 0.2, 0.23, 0.31, 0.5):
+        within = [weighed for taken, weighed, *_ in choices if taken <= ratio]
+        found = allocate(given, ratio, ladder, None, first)
+        mine = tuple(tuple(precision.name for precision in layer) for layer in found.precisions)
+        (own,) = [each for each in choices if each[3] == mine]
+        assert own[1] == pytest.approx(min(within), rel=1e-9) and found.loss == pytest.approx(own[2])
+        assert found.ratio == pytest.approx(own[0]) and found.ratio <= ratio
+        few = allocate(given, ratio, ladder, 2, first)
+        assert few.pairs <= 2 and few.ratio <= ratio
+
+
 @pytest.mark.parametrize("most", [2, 3])
 def test_few_pairs_cost_little_more_than_the_best_few(most: int) -> None:
     ladder = ("K3V2", "K4V3", "K6V5")

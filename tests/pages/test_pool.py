@@ -149,3 +149,20 @@ def test_shared_pages_that_go_move_once_for_all_their_owners() -> None:
     for row, free in zip(table, (1, 3, 4)):
         pool.release(row[row != NULL_PAGE])
         assert pool.free_list.free == free
+
+
+def test_a_ring_that_was_made_ahead_stays_when_the_pool_shrinks() -> None:
+    """A captured step reads it there."""
+    pool = PagePool(64, torch.device("cpu"), max_pages=40)
+    pool.ensure_free(20)
+    pool.free_list.reserve(39)
+    place = pool.free_list.ring.data_ptr()
+    _, taken = pool.free_list.take(torch.tensor([6]))
+    pool.free_list.give(taken[:3])
+    table = taken[3:].to(torch.int32)
+    pool.truncate(9, table)
+    assert pool.free_list.ring.data_ptr() == place and pool.capacity == 9
+    assert sorted([*table.tolist(), *pool.free_list.ids().tolist()]) == list(range(1, 9))
+    pool.ensure_free(30)
+    assert pool.free_list.ring.data_ptr() == place
+    assert sorted([*table.tolist(), *pool.free_list.ids().tolist()]) == list(range(1, pool.capacity))

@@ -93,15 +93,20 @@ class Pair:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def forward(self, tokens: int, valid: torch.Tensor | None = None, **options) -> None:
+        self.begin(tokens, valid)
+        self.attend(tokens, valid, **options)
+
+    def begin(self, tokens: int, valid: torch.Tensor | None = None) -> None:
+        begin_forward(self.store, tokens)
+        self.store.padding.append(tokens, valid)
+
+    def attend(self, tokens: int, valid: torch.Tensor | None = None, **options) -> None:
         query = 3 * self.draw(self.heads * self.group, tokens)
         key = self.draw(self.heads, tokens)
         value = self.draw(self.heads, tokens)
         scaling = self.dim**-0.5
         softmax = Softmax(scaling, options.get("softcap"), options.get("sinks"))
-        first = self.store.seen == 0
-        begin_forward(self.store, tokens)
-        self.store.padding.append(tokens, valid)
-        if tokens == 1 and not first:
+        if tokens == 1 and self.store.seen > 1:
             one = None if valid is None else valid[:, 0]
             output = attend_step(self.store, 0, query, key, value, softmax, one)
         else:

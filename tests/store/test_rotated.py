@@ -17,7 +17,7 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import FLOAT_ELEMENTS, rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import fork_store, hide_tokens, read_tokens, select_rows, settle
-from hf_diffkv.store.copies import make_private
+from hf_diffkv.store.forks import make_private
 
 BOTH = {"rotate": True, "center": True}
 NEITHER = {"rotate": False, "center": False}

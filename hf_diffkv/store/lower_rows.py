@@ -1,0 +1,86 @@
+"""Moves all tokens of whole rows from the high to the low precision.
+
+Memory beside the pages is that of `TOKENS_AT_ONCE` tokens or of the longest row, dense. No pages are needed, as each
+row gives up its pages before it takes fewer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..pages import HIGH, LOW, NULL_PAGE, column
+from ..pages.segments import Contents
+from .prompt_kernels import pages_of
+from .state import Store
+
+# tokens that are lowered at once, unless a single row has more
+TOKENS_AT_ONCE = 1 << 16
+
+
+def lower_rows(store: Store, chosen: Tensor) -> None:
+    """Moves all tokens of some rows to the low tier, and makes them stay there.
+
+    Args:
+        chosen: rows at the high precision, bool [layers, batch, heads].
+    """
+    row = chosen.view(-1).nonzero()[:, 0]
+    count = store.high_count.view(-1)[row].long()
+    parts, first, total = [], 0, 0
+    for index, tokens in enumerate(count.tolist()):
+        if total + tokens > TOKENS_AT_ONCE and index > first:
+            parts.append(slice(first, index))
+            first, total = index, 0
+        total += tokens
+    for part in (*parts, slice(first, row.numel())):
+        _lower(store, row[part], count[part])
+        # in place, because captured steps read them there
+        store.alpha_high.view(-1)[row[part]] = math.inf
+    store.forget_bounds()
+
+
+def _lower(store: Store, row: Tensor, count: Tensor) -> None:
+    """Moves all tokens of the rows `row`, int64 [n], of `count` tokens each, to the low tier."""
+    high, low = store.layout.high, store.layout.low
+    table = store.table.table.view(-1, store.table.width)
+    if not int(count.sum()):
+        return
+    place = torch.repeat_interleave(torch.arange(row.numel(), device=row.device), count)
+    index = torch.arange(place.numel(), device=row.device) - (count.cumsum(0) - count)[place]
+    page = table[row[place], column(HIGH, index // high.capacity, table.shape[1])].long()
+    key, value = store.ops.load_tokens(store.pool.pages, high, page, index % high.capacity, store.dtype)
+    key = _rounded(store, row, place, key)
+    old = page[index % high.capacity == 0]
+    is_high = torch.arange(table.shape[1], device=row.device) < pages_of(count, high.capacity)[:, None]
+    table[row] = table[row].masked_fill(is_high, NULL_PAGE)
+    store.pool.free_list.give(old)
+    need = pages_of(count, low.capacity)
+    owner, fresh = store.pool.free_list.take(need)
+    ordinal = torch.arange(owner.numel(), device=row.device) - (need.cumsum(0) - need)[owner]
+    table[row[owner], column(LOW, ordinal, table.shape[1])] = fresh.to(table.dtype)
+    page = table[row[place], column(LOW, index // low.capacity, table.shape[1])].long()
+    nothing = torch.zeros(place.numel(), device=row.device)
+    contents = Contents(key, value, nothing, nothing.long())
+    store.ops.store_tokens(store.pool.pages, low, page, index % low.capacity, contents, store.dtype)
+    store.low_count.view(-1)[row] = count.to(store.low_count.dtype)
+    store.high_count.view(-1)[row] = 0
+
+
+def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:
+    """Rounds keys, [n, key_dim], for the model's queries if their moments are known, else for those of its prompts.
+
+    Args:
+        row: rows of the keys, int64 [rows].
+        place: index into `row` of each key, int64 [n].
+    """
+    feedback = store.model_feedback
+    if feedback is not None:
+        matrices = feedback.matrices[feedback.of_rows(store.high_count.numel())[row]]
+    elif store.lowering.moments is not None:
+        head = row // (store.batch_size * store.num_heads) * store.num_heads + row % store.num_heads
+        matrices = store.ops.feedback_of(store.lowering.moments.flatten(0, 1)[head], store.key_rotation)
+    else:
+        return key
+    return store.ops.round_keys(key, place, matrices, store.layout.low)
