@@ -11,6 +11,10 @@ from batching import chunks, expected, prompts, request_config
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
 from hf_diffkv_serving.batching.until_full import rung_config
+from hf_diffkv_serving.server.app import statistics
+from hf_diffkv_serving.server.health import Health
+from hf_diffkv_serving.server.metrics import _EngineCollector
+from hf_diffkv_serving.server.run import line
 from test_continuous import Watch, collect, serve
 from tiny_models import tiny_model
 from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -80,6 +84,20 @@ def replay(model: PreTrainedModel, watch: RungWatch, name: str, text: list[int])
     return likeliest, cache
 
 
+def assert_reported(manager: DiffKVBatchingManager) -> None:
+    """Metrics and the line for people say what the statistics do."""
+    found = manager.statistics()
+    samples = [
+        sample for family in _EngineCollector(manager, Health(manager, 1.0)).collect() for sample in family.samples
+    ]
+    values = {sample.name.removeprefix("hf_diffkv_"): sample.value for sample in samples}
+    assert values["tokens_precise_ratio"] == found.memory.precise_share == 1.0
+    assert values["tokens_lowered_total"] == found.memory.lowered > 0
+    assert values["preemptions_total"] == found.preemptions
+    assert values["room_tokens"] == found.memory.room == found.memory.longest
+    assert ", 100% of tokens at K8V8;" in line(statistics(manager), 0.0)
+
+
 def test_an_ample_budget_gives_the_text_of_the_precise_precision(model: PreTrainedModel, watch: RungWatch) -> None:
     given = prompts()
     config = request_config(NAMED, 8 << 20, max_new_tokens=NEW)
@@ -101,14 +119,16 @@ def test_requests_are_what_their_lowerings_leave_of_them_alone(
     config = request_config(NAMED, max_bytes, max_new_tokens=NEW)
     manager = serve(model, config, safety_margin=0.0)
     names = {manager.add_request(ids, request_id=str(i)) for i, ids in enumerate(given)}
-    outputs = collect(manager, names)
-    found = manager.statistics()
-    manager.stop()
+    try:
+        outputs = collect(manager, names)
+        found = manager.statistics()
+        assert_reported(manager)
+    finally:
+        manager.stop()
     model.set_attn_implementation("sdpa")
     assert max(watch.bytes) <= max_bytes and found.preemptions == watch.preempted
     rungs = {bool(low.any()) for each in watch.low.values() for low in each}
     assert True in rungs and found.memory.until_full == "K8V8"
-    assert found.memory.lowered > 0
     compared = 0
     for index, ids in enumerate(given):
         text = ids + outputs[str(index)].generated_tokens
@@ -142,10 +162,10 @@ def test_as_many_are_in_flight_as_at_the_final_precision(watch: RungWatch) -> No
 
 def test_the_longest_request_is_admitted_alone_and_served(model: PreTrainedModel) -> None:
     """Admission counts final bytes."""
-    config = request_config(NAMED, 60_000, max_new_tokens=8)
+    config = request_config(NAMED, 36_000, max_new_tokens=8)
     manager = model.init_continuous_batching(config, chunks(64))
     longest = manager.memory().longest
-    precise = request_config(replace(FINAL, high="K8V8", low="K8V8"), 60_000)
+    precise = request_config(replace(FINAL, high="K8V8", low="K8V8"), 36_000)
     assert longest > model.init_continuous_batching(precise, chunks(64)).memory().longest
     manager.start()
     # it enters precisely or not, and meanwhile another one comes and goes
