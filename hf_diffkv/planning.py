@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,16 @@ from .compat import passing
 from .config import DiffKVConfig
 from .config.latent import latent_dims
 from .config.layers import layer_configs, possible_precisions
+from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
+from .store import Store
 
 INT = 4
 # float32 thresholds and int32 counts of two levels, for each layer, request and head
 ROW_BYTES = 4 * INT
 FP8_BYTES = 1
+# counts of a request and layer in 64 bits, and further bytes of a store
+REQUEST_BYTES, STORE_BYTES = 24, 6
 MOST_PLANNED = 1 << 30
 
 
@@ -132,6 +137,75 @@ class ModelShape:
                 share = high_share if held.selects else float(precisions[0] == held.high)
                 total += _head_bytes(layer, tokens, held, share, size, self.limit)
         return total
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """Number of tokens at which `max_bytes` is full, of each of several requests that store them in one forward.
+
+    Generation step by step differs by up to a page of tokens per row: room is made some tokens ahead, rows share pages
+    that remain, and scratch memory counts.
+
+    Attributes:
+        max_bytes: budget of the compressed layers.
+        precise, final: names of the precisions until it is full, and when all heads are lowered.
+        lowering_begins: tokens from which on heads are lowered.
+        room_ends: most tokens that fit, with all heads lowered.
+    """
+
+    max_bytes: int
+    precise: str
+    final: str
+    lowering_begins: int
+    room_ends: int
+
+
+def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bool) -> BudgetPlan | None:
+    """Plans how `config.max_bytes`, in bytes, fills.
+
+    Args:
+        batch: number of requests.
+        moments: whether the moments of the model's queries are known; a cache keeps its own otherwise.
+
+    Returns:
+        The plan; None if tokens are not precise until the budget is full.
+    """
+    precise, compressed = config.precise, [layer for layer in shape.layers if layer.compressed]
+    if precise is None or not compressed:
+        return None
+    most, final = shape.limit or MOST_PLANNED, layer_configs(config, len(compressed))[0].low
+
+    def most_fitting(lowered: bool) -> int:
+        return longest(lambda tokens: _fits_budget(shape, config, batch, moments, tokens, lowered), most)
+
+    begins, ends = most_fitting(False) + 1, most_fitting(True)
+    return BudgetPlan(int(config.max_bytes or 0), precise.full_name, final.full_name, begins, ends)
+
+
+def _fits_budget(
+    shape: ModelShape, config: DiffKVConfig, batch: int, moments: bool, tokens: int, lowered: bool
+) -> bool:
+    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all `lowered`."""
+    compressed, size = [layer for layer in shape.layers if layer.compressed], shape.dtype.itemsize
+    stored, slots = max(0, tokens - config.window - config.sinks), config.sinks + config.window + 1
+    budget = int(config.max_bytes or 0)
+    # what a store keeps for its growth until it counts again (`Store.update_limit`)
+    left = budget - budget // 32
+    for one, count in Counter(compressed).items():
+        held = layer_configs(config, len(compressed))[0]
+        layout = PageLayout.of(held, one.key_dim, one.value_dim, size, shape.limit)
+        capacities = (layout.high.capacity, layout.low.capacity)
+        rows = count * batch * one.num_key_value_heads
+        width = -(-(stored + slots) // min(capacities)) + 2
+        wide = max(size, INT)
+        window = slots * ((one.key_dim + one.value_dim) * size + INT) + (wide * one.key_dim if config.center else 0)
+        left -= rows * (window + INT * width + ROW_BYTES) + batch * (REQUEST_BYTES * count + Store.refresh_steps + 1)
+        left -= 2 * INT * (count + one.num_key_value_heads) + STORE_BYTES
+        if config.adaptive_rounding and layout.low.k_bits <= LARGEST_BITS and not moments:
+            left -= count * one.num_key_value_heads * one.key_dim**2 * wide
+        # the null page, and entries of the free list
+        left -= (rows * -(-stored // capacities[lowered]) + 1) * (layout.page_bytes + 2 * INT)
+    return left >= 0
 
 
 def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:

@@ -13,7 +13,7 @@ import click
 
 from ..arguments import as_ratio
 from ..config import DiffKVConfig, Precision
-from ..config.checks import bytes_in
+from ..config.checks import as_bytes, bytes_in
 from ..config.presets import head_size, preset_named, published
 from ..heads.lookup import beside, user_folder, weights_known
 from ..heads.weights import model_digest
@@ -54,6 +54,19 @@ class Bytes(Parsed):
 
     name = "SIZE"
     parse = staticmethod(bytes_in)
+
+
+class Budget(Parsed):
+    """Size for `bytes_in`, or share of what is free such as 80%."""
+
+    name = "SIZE"
+
+    def parse(self, text: str) -> int | str:
+        try:
+            return as_bytes("", text)
+        except ValueError as error:
+            # the option is named by click
+            raise ValueError(str(error).removeprefix("=")) from error
 
 
 class PrecisionType(Parsed):
@@ -226,7 +239,7 @@ level_options = chain(
 
 config_options = chain(
     level_options,
-    click.option("--max-bytes", type=Bytes(), help="Budget per device, kept by pruning more, e.g. 20MB."),
+    click.option("--max-bytes", type=Budget(), help="Budget per device, e.g. 20MB, or 80% of what is free."),
 )
 
 

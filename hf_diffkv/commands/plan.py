@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from .console import Command, Failure, megabytes, one_line, paragraph, progress,
 from .models import supported_config
 from .options import (
     AtLeast,
+    Budget,
     Bytes,
     chain,
     choice_of,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..config import DiffKVConfig
     from ..heads.allocation import Loss
-    from ..planning import ModelShape
+    from ..planning import BudgetPlan, ModelShape
 
 DEFAULT_CONTEXT = 8192
 SHARES = (0.0, 0.5, 1.0)
@@ -41,6 +42,9 @@ size_options = chain(
     click.option("--reserve", type=Bytes(), help="Kept free for activations.  [default: a tenth of --memory]"),
     click.option("--weights", type=Bytes(), help="Size of the weights.  [default: of their files, or computed]"),
     click.option("--batch", metavar="N", type=AtLeast(), default=1, help="Requests of the longest context."),
+    click.option(
+        "--max-bytes", type=Budget(), help="Budget of caches, such as 8GB or 80%.  [default: all that is left for them]"
+    ),
     click.option(
         "--context", metavar="N", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"
     ),
@@ -52,8 +56,9 @@ size_options = chain(
     cls=Command,
     help="Say which context and which batch fit into memory, from the model's configuration alone: no weights are "
     "loaded, nothing runs. DiffKV's bytes count whole pages, windows and tables. How many tokens are at the high level "
-    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. If the model's heads were "
-    "measured, also print the predicted loss at other sizes.",
+    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Also say at how many tokens a "
+    "cache that is precise until its budget is full begins to lower heads, and where its room ends. If the model's "
+    "heads were measured, also print the predicted loss at other sizes.",
 )
 @model_option(required=True)
 @size_options
@@ -93,7 +98,7 @@ def command(**given: Any) -> None:
             f"the weights take {megabytes(weights)}, which leaves nothing of {megabytes(options.memory)} less "
             f"{megabytes(reserve)} for activations; give a device of more --memory, or a smaller --reserve."
         )
-    context = options.context or min(DEFAULT_CONTEXT, shape.limit or DEFAULT_CONTEXT)
+    context = options.context = options.context or min(DEFAULT_CONTEXT, shape.limit or DEFAULT_CONTEXT)
     if shape.limit is not None and context > shape.limit:
         raise click.UsageError(f"--context {context} is above the model's max_position_embeddings of {shape.limit}.")
     # measured heads are recognised by the weight files
@@ -106,6 +111,7 @@ def command(**given: Any) -> None:
             {"cache": name, **_fit(bytes_of, shape, free, context, options.batch)}
             for name, bytes_of in _caches(shape, config, options.high_share or SHARES).items()
         ]
+        filling = _filling(shape, config, model_config if model is None else model, free, options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     found = {
@@ -120,6 +126,7 @@ def command(**given: Any) -> None:
         "layers": len(shape.layers),
         "compressed_layers": shape.num_compressed,
         "caches": rows,
+        "until_full": None if filling is None else asdict(filling),
         "predicted_loss": [asdict(loss) for loss in losses],
     }
     text = f"{_text(found)}\n\n{_loss_text(config, losses, own)}" if losses else _text(found)
@@ -147,6 +154,31 @@ def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[s
             name = f"by head, {name}" if config.selects else "by head"
         found[f"DiffKV, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
     return found
+
+
+def _filling(
+    shape: ModelShape, config: DiffKVConfig, model: Any, free: int, options: SimpleNamespace
+) -> BudgetPlan | None:
+    """Plans how the budget fills; None if tokens are not precise until then. `free` is what caches may take."""
+    from ..cache.resolve import moments_for
+    from ..planning import plan_budget
+
+    # layers that are not compressed are beside the budget
+    beside = [layer for layer in shape.layers if not layer.compressed]
+    others = options.batch * sum(layer.dense_bytes(options.context, shape.dtype.itemsize) for layer in beside)
+    left, budget = free - others, config.max_bytes
+    if budget is None:
+        budget = left
+    elif isinstance(budget, str):
+        budget = int(left * float(budget.rstrip("%")) / 100)
+    if budget > left:
+        raise ValueError(
+            f"max_bytes={budget} is above the {left} bytes that are left for caches; lower it, or give more --memory."
+        )
+    if budget <= 0:
+        return None
+    known = moments_for(model, config) is not None
+    return plan_budget(shape, replace(config, max_bytes=budget), options.batch, known)
 
 
 def _fit(
@@ -182,6 +214,8 @@ def _text(found: dict[str, Any]) -> str:
     ]
     if reached:
         lines.append(f"* all that the model takes ({found['limit']:,})")
+    if found["until_full"] is not None:
+        lines.append(paragraph(_filling_text(found)))
     if found["compressed_layers"] < found["layers"]:
         lines.append(
             paragraph(
@@ -193,6 +227,19 @@ def _text(found: dict[str, Any]) -> str:
         paragraph("A prompt needs memory of its own while it runs; long ones may need more than is kept for it.")
     )
     return "\n".join(lines)
+
+
+def _filling_text(found: dict[str, Any]) -> str:
+    """Says when heads are lowered, and when that is no longer enough."""
+    plan, limit = found["until_full"], found["limit"]
+    budget = f"With a budget (max_bytes) of {megabytes(plan['max_bytes'])}, all tokens are {plan['precise']}"
+    whose = "" if found["batch"] == 1 else f" of each of {found['batch']} requests"
+    if limit is not None and plan["lowering_begins"] > limit:
+        return f"{budget} up to the {limit:,} that the model takes{whose}; nothing is lowered."
+    ends = plan["room_ends"]
+    room = "room is there for all that the model takes" if ends == limit else f"room ends at {ends:,}"
+    begins = f"{budget} at first; from {plan['lowering_begins']:,} tokens{whose} on heads are lowered"
+    return f"{begins} to {plan['final']}, and {room}. In generation step by step a page of tokens more or fewer fits."
 
 
 def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None) -> str:

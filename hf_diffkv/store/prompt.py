@@ -276,8 +276,7 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
-    if store.lowering.active:
-        note_queries(store, layer, moment)
+    note_queries(store, layer, moment)
     if store.stores_by_kernel:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return

@@ -50,6 +50,27 @@ def test_plan_fits_and_not_one_token_more(capsys: pytest.CaptureFixture[str]) ->
     assert diffkv["cache"] == "DiffKV, K5V4" and longest > dense["longest_context"]
 
 
+def test_plan_says_when_heads_are_lowered(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "tiny-lm", "--memory", "12MB", "--context", "500"]
+    all_of_it = found_by(capsys, *plan)
+    filling = all_of_it["until_full"]
+    assert filling["max_bytes"] == all_of_it["free"] and (filling["precise"], filling["final"]) == ("K8V8", "K5V4")
+    assert 0 < filling["lowering_begins"] < filling["room_ends"] <= all_of_it["caches"][-1]["longest_context"]
+    half = found_by(capsys, *plan, "--max-bytes", "50%")["until_full"]
+    assert half["max_bytes"] == all_of_it["free"] // 2 and half["room_ends"] < 0.6 * filling["room_ends"]
+    assert found_by(capsys, *plan, "--max-bytes", "1.5MB")["until_full"]["max_bytes"] == 1_500_000
+    assert found_by(capsys, *plan, "--low", "K2V1")["until_full"] is None
+    assert main([*plan, "--max-bytes", "1.5MB", "--batch", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "With a budget (max_bytes) of 1.50 MB, all tokens are K8V8 at first; from" in text
+    assert "tokens of each of 2 requests on heads are lowered to K5V4, and room ends at" in text
+    assert main([*plan, "--max-bytes", "2MB"]) == 2
+    assert "max_bytes=2000000 is above the" in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", "--model", "tiny-lm", "--memory", "1GB"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "all tokens are K8V8 up to the 4,096 that the model takes; nothing is lowered." in text
+
+
 def test_plan_marks_what_the_model_cannot_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, planning
 from hf_diffkv.compat import passing
-from hf_diffkv.planning import ModelShape, longest, stored_weight_bytes
+from hf_diffkv.planning import ModelShape, longest, plan_budget, stored_weight_bytes
 from hf_diffkv.running.models import TINY_LM
 
 SMALL = {
@@ -89,6 +89,56 @@ def test_diffkv_bytes_are_those_of_a_cache(name: str, share: float) -> None:
     # a spare page per row is planned for the tokens to come; a store has a null page and some counters
     held = memory.bytes
     assert held - 2 * page <= planned <= held + (rows + 1) * page
+
+
+@pytest.mark.parametrize(
+    "name, batch, max_bytes, preset, fields",
+    [
+        ("llama", 1, 200_000, "balanced", {}),
+        ("llama", 3, 450_000, "small", {"window": 20, "page_bytes": 512}),
+        ("sliding", 1, 90_000, "balanced", {"adaptive_rounding": False, "center": False}),
+    ],
+)
+def test_budgets_fill_where_it_is_planned(name: str, batch: int, max_bytes: int, preset: str, fields: dict) -> None:
+    """A prompt of one token fewer lowers nothing; one of one token more than the room does not fit."""
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    model.set_attn_implementation("diffkv")
+    config = DiffKVConfig.preset(preset, max_bytes=max_bytes, **fields)
+
+    def lowered(tokens: int) -> int:
+        cache = DiffKVCache(CONFIGS[name], config)
+        with torch.no_grad():
+            model(torch.zeros(batch, tokens, dtype=torch.int64), **passing(cache), use_cache=True)
+        return int(cache.stores.all[0].low_heads.sum())
+
+    plan = plan_budget(ModelShape.of(CONFIGS[name], "no/such-model"), config, batch, moments=False)
+    assert (plan.precise, plan.final, plan.max_bytes) == ("K8V8", config.high.full_name, config.max_bytes)
+    assert 100 < plan.lowering_begins < plan.room_ends < 512
+    assert lowered(plan.lowering_begins - 1) == 0 < lowered(plan.lowering_begins) < lowered(plan.room_ends)
+    with pytest.raises(MemoryError, match="with all tokens at"):
+        lowered(plan.room_ends + 1)
+    # step by step it is within a page of tokens, and what room is made ahead for
+    cache, begins = DiffKVCache(CONFIGS[name], config), None
+    with torch.no_grad(), pytest.raises(MemoryError):
+        model(torch.zeros(batch, plan.lowering_begins - 60, dtype=torch.int64), **passing(cache), use_cache=True)
+        while True:
+            model(torch.zeros(batch, 1, dtype=torch.int64), **passing(cache), use_cache=True)
+            (store,) = cache.stores.all
+            if begins is None and store.low_heads.any():
+                begins = cache.get_seq_length()
+    page = store.layout.low.capacity + store.refresh_steps
+    assert abs(begins - plan.lowering_begins) <= page
+    assert abs(cache.get_seq_length() - plan.room_ends) <= page
+
+
+def test_nothing_is_planned_where_tokens_are_chosen() -> None:
+    shape = ModelShape.of(CONFIGS["llama"], "no/such-model")
+    for config in (
+        DiffKVConfig.preset("balanced"),
+        DiffKVConfig.preset("balanced", max_bytes=10**6, until_full=None),
+        DiffKVConfig(high="K8V4", low="K4V2", max_bytes=10**6),
+    ):
+        assert plan_budget(shape, config, 1, moments=False) is None
 
 
 def test_diffkv_bytes_of_a_precision_for_each_head() -> None:

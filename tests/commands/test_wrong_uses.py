@@ -65,6 +65,7 @@ QUICK = [
     (["generate", "a", "--window", "0"], "'--window': 0 is too few; give at least 1."),
     (["generate", "a", "--sinks", "-1"], "'--sinks': -1 is too few; give at least 0."),
     (["generate", "a", "--max-bytes", "lots"], "'lots' is no size; write 24GB, 512MiB or a number of bytes."),
+    (["generate", "a", "--max-bytes", "101%"], "'101%' is no share of what is free; give more than 0% and at most"),
     (["generate", "a", "--max-bytes", "0GB"], "'0GB' is nothing; give at least a byte."),
     (["generate", "a", "--lossless", "--high", "K8V4"], "--lossless stores everything as it is; leave --high out."),
     (["generate", "a", "--lossless", "--config", "x"], "--lossless and --config do not go together"),

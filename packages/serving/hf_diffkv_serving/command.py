@@ -9,7 +9,7 @@ import socket
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,6 +18,7 @@ from hf_diffkv.commands.generate import SAMPLING
 from hf_diffkv.commands.models import load_tokenizer, position_limit, supported_config, usable_device
 from hf_diffkv.commands.options import (
     AtLeast,
+    Budget,
     Bytes,
     ConfigChoice,
     chain,
@@ -30,9 +31,8 @@ from hf_diffkv.commands.options import (
     read_file,
     running_options,
 )
-
-if TYPE_CHECKING:
-    from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.config.until_full import PRECISE
 
 # of the budget, what prefixes get beside it where nothing is said
 PREFIX_SHARE = 8
@@ -40,6 +40,8 @@ PREFIX_SHARE = 8
 API_KEY = "HF_DIFFKV_API_KEY"
 # set by whatever starts the ranks of a model, such as torchrun
 RANKS = "WORLD_SIZE"
+# share of the free memory where nothing is said, as in Transformers
+ON_CPU, ON_GPU = 0.6, 0.9
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -70,7 +72,17 @@ operation_options = chain(
 )
 
 memory_options = chain(
-    click.option("--max-bytes", type=Bytes(), help="Budget of all requests, e.g. 8GB.  [default: --memory-share]"),
+    click.option(
+        "--max-bytes",
+        type=Budget(),
+        help="Budget of all requests, e.g. 8GB, or 80% of what is free.  [default: --memory-share]",
+    ),
+    click.option(
+        "--until-full",
+        is_flag=True,
+        help="Keep tokens at 8 bits until the budget is full, then lower heads to their own bits; texts depend on the "
+        "load then.",
+    ),
     click.option(
         "--memory-share",
         metavar="X",
@@ -127,7 +139,7 @@ def command(**given: Any) -> None:
     _check(options)
     # before there is anything to finish; the first process of a container would pass it over otherwise
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    choice = choice_of(options)
+    choice = _choice(options)
     model_config = supported_config(options.model)
     config_before(choice, model_config)
     _check_length(options, position_limit(model_config))
@@ -163,6 +175,25 @@ def _check(options: SimpleNamespace) -> None:
         raise click.UsageError("--replicas needs a --port that is the same on all machines, not 0.")
     if options.greedy and drawn:
         raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} do not go together; leave one out.")
+
+
+def _choice(options: SimpleNamespace) -> ConfigChoice:
+    """Returns `choice_of`, with `until_full` if it is asked for. Raises `click.UsageError` as that does."""
+    if not options.until_full:
+        return choice_of(options)
+    if options.max_bytes is None:
+        # a precision until the budget is full needs a budget in the configuration
+        share = options.memory_share
+        if share is None:
+            share = ON_CPU if usable_device(options.device) == "cpu" else ON_GPU
+        options.max_bytes, options.memory_share = f"{100 * share:g}%", None
+    choice = choice_of(options)
+    try:
+        if isinstance(choice, DiffKVConfig):
+            return replace(choice, until_full=PRECISE.name)
+        return {**choice, "until_full": PRECISE.name}
+    except ValueError as error:
+        raise click.UsageError(f"--until-full: {one_line(error)}") from error
 
 
 def _check_length(options: SimpleNamespace, limit: int | None) -> None:
@@ -285,6 +316,8 @@ def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, en
         return
     from hf_diffkv.prefixes import PrefixStore
 
+    from .batching.until_full import rung_config
+
     limits = {"device_bytes": options.prefix_bytes, "host_bytes": 0}
     if options.prefix_bytes is None:
         share = engine.memory().max_bytes // PREFIX_SHARE
@@ -292,7 +325,7 @@ def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, en
         limits = {"device_bytes": 0, "host_bytes": share}
     folder = {"folder": options.prefix_folder, "folder_bytes": options.prefix_folder_bytes}
     try:
-        store = PrefixStore(model, replace(config, max_bytes=None), **limits, **folder)
+        store = PrefixStore(model, rung_config(config), **limits, **folder)
     except ValueError:
         if options.prefix_bytes is None and options.prefix_folder is None:
             return

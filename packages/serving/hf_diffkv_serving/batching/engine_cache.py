@@ -46,12 +46,14 @@ class ServingStatistics:
         waiting: number of requests without memory, including preempted ones.
         prompt_tokens: number of computed prompt tokens; a preempted request counts anew.
         generated_tokens: number of tokens handed out.
+        preemptions: number of times that a request lost its memory to others.
     """
 
     memory: ServingMemory
     waiting: int
     prompt_tokens: int
     generated_tokens: int
+    preemptions: int = 0
 
 
 class _Pool:
@@ -84,7 +86,7 @@ class _Allocator:
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> np.ndarray:
         # the engine hands it on to `count_storable_requests` and does nothing else with it
-        return self._cache.need(request_id, query_length)
+        return self._cache.least_need(request_id, query_length)
 
 
 class ContinuousCache(PackedCache):
@@ -122,6 +124,8 @@ class ContinuousCache(PackedCache):
         self.pool = _Pool(self)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
         self.peak_bytes = self.bytes
+        # requests that lost their memory to others
+        self.preemptions = 0
         # the moment when the engine last had nothing under way
         self._finished: Moment | None = None
         # a `PrefixStore`, where prefixes are kept
@@ -187,9 +191,9 @@ class ContinuousCache(PackedCache):
             )
         return allowed if max_new_tokens is None else max_new_tokens
 
-    def need(self, request_id: str, tokens: int) -> np.ndarray:
-        """Pages that `tokens` more tokens of a request take at most, as `Slots.need`."""
-        return self.slots.need(self._slot_of.get(request_id), tokens)
+    def least_need(self, request_id: str, tokens: int) -> np.ndarray:
+        """Pages that `tokens` more tokens of a request take at most, as `Slots.least_need`."""
+        return self.slots.least_need(self._slot_of.get(request_id), tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         slot = self._slot_of.get(state.request_id)
@@ -206,7 +210,7 @@ class ContinuousCache(PackedCache):
         return True
 
     def _adopt(self, request_id: str, input_ids: Sequence[int]) -> int:
-        slot = self._slot_of[request_id] = self.slots.adopt()
+        slot = self._slot_of[request_id] = self.slots.adopt(len(input_ids))
         if self.prefixes is not None:
             self._began.add(request_id, torch.tensor(input_ids))
         return slot
@@ -220,7 +224,7 @@ class ContinuousCache(PackedCache):
         return made
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, np.ndarray]]) -> int:
-        left = self.slots.unreserved
+        left = self.slots.unreserved + self.slots.reclaimable()
         for count, needed in enumerate(list_blocks_needed):
             left = left - sum(needed.values())
             if (left < 0).any():
@@ -228,7 +232,7 @@ class ContinuousCache(PackedCache):
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        free = np.maximum(0, self.slots.unreserved)
+        free = np.maximum(0, self.slots.unreserved + self.slots.reclaimable())
         if relative:
             return float((free / np.maximum(1, self.slots.max_pages)).min())
         return sum(int(pages) * part.store.layout.page_bytes for pages, part in zip(free, self.slots.parts))
@@ -239,6 +243,8 @@ class ContinuousCache(PackedCache):
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         slot = self._slot_of.pop(request_id, None)
+        # the engine passes this flag for those that it puts back
+        self.preemptions += no_cache and slot is not None
         self._began.remove(request_id)
         self._differs.discard(request_id)
         if slot is not None:

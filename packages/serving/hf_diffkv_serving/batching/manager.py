@@ -21,11 +21,10 @@ from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
 from hf_diffkv.cache.free_memory import budget_of, free_bytes
 from hf_diffkv.cache.registration import cache_fields
-from hf_diffkv.cache.resolve import moments_for, resolve_config
+from hf_diffkv.cache.resolve import harm_for, moments_for, resolve_config
 from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
-from hf_diffkv.precision import Precision
 
 from .attention import paged_attention
 from .beginnings import check_marks
@@ -49,6 +48,7 @@ from .sampling import Sampling, add_sampler
 from .servable import check_servable, model_layers
 from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
+from .until_full import lowers, rung_config
 
 # tokens of a forward where the user says nothing, as in Transformers
 MAX_BATCH_TOKENS = 8192
@@ -66,7 +66,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     Args:
         model: model to run.
-        fields: fields of `DiffKVConfig`, or a `DiffKVConfig` under "config". `max_bytes` is the budget.
+        fields: fields of `DiffKVConfig`, or a `DiffKVConfig` under "config". `max_bytes` is the budget; with
+            `until_full` named, rows are lowered when it is full.
         generation_config, continuous_batching_config, workload_hints: options of Transformers.
             `max_requests_per_batch` limits the requests in flight. Without `max_bytes`, `max_memory_percent` of the
             free memory is the budget.
@@ -88,11 +89,6 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._modules = check_servable(model)
         self._layers = model_layers(model.config)
         self._config = resolve_config(model, fields.pop("config", None), fields)
-        if isinstance(self._config.until_full, Precision):
-            raise ValueError(
-                f"until_full={self._config.until_full.name} is not supported in continuous batching, where a full "
-                "budget makes requests wait; leave until_full out."
-            )
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
         # a `PrefixStore`, once `use_prefixes` was called
@@ -325,7 +321,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 f"{type(self.model).__name__} has linear attention, whose states no request can begin with here; leave "
                 "prefixes out."
             )
-        config = replace(self._config, max_bytes=None)
+        config = rung_config(self._config)
         if prefixes.model is not self.model or prefixes.config != config:
             raise ValueError(
                 "prefixes are of another model or configuration than this manager; make them with "
@@ -350,11 +346,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def statistics(self) -> ServingStatistics | None:
         """Returns the statistics, or None if nothing runs. It may be called by any thread."""
-        memory, processor = self.memory(), self.batch_processor
-        if memory is None:
+        cache, processor = self._cache, self.batch_processor
+        if cache is None:
             return None
         tokens = (0, 0) if processor is None else (processor.prompt_tokens, processor.generated_tokens)
-        return ServingStatistics(memory, self.waiting, *tokens)
+        return ServingStatistics(cache.memory(), self.waiting, *tokens, cache.preemptions)
 
     @property
     def waiting(self) -> int:
@@ -405,7 +401,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         others = [other for other in (windows, states) if other is not None]
         sizes = (options.max_requests_per_batch, self._longest, budget, others)
         with torch.inference_mode(False), torch.no_grad():
-            slots = make_slots(self._config, self._shape, len(full), *sizes)
+            harm = harm_for(self.model, self._config, len(full)) if lowers(self._config) else None
+            slots = make_slots(self._config, self._shape, len(full), *sizes, harm)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
         moments = moments_for(self.model, self._config)
         if moments is not None:

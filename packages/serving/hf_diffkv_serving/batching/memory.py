@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -25,6 +25,10 @@ class ServingMemory:
         peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
         max_bytes: budget in bytes.
         free_share: free share, 0 to 1, of the pages that the budget allows beside the slots.
+        until_full: name of the precision of all tokens until the budget is full; None if no heads are lowered then.
+        precise_share: share, 0 to 1, of the stored tokens of all heads that have it.
+        lowered: number of tokens over layers and heads that were lowered after they were stored.
+        room: number of tokens that each request in flight can still get, at least, once all heads are lowered.
     """
 
     requests: int
@@ -34,6 +38,10 @@ class ServingMemory:
     peak_bytes: int
     max_bytes: int
     free_share: float
+    until_full: str | None = None
+    precise_share: float | None = None
+    lowered: int = 0
+    room: int | None = None
 
 
 class Moment:
@@ -61,6 +69,7 @@ class Moment:
         self._bytes, self._most_pages = held, int(slots.max_pages.sum())
         self._requests = (requests, slots.count, slots.longest)
         self._limits = (peak, slots.max_bytes)
+        self._rungs = slots.rung_counts()
 
     @cached_property
     def memory(self) -> ServingMemory:
@@ -70,4 +79,9 @@ class Moment:
         free = self._counts[:, FREE].tolist()
         used = sum(capacity - 1 - pages for (capacity, _), pages in zip(self._pages, free))
         held = self._bytes - sum(pages * page_bytes for (_, page_bytes), pages in zip(self._pages, free))
-        return ServingMemory(*self._requests, held, *self._limits, 1 - used / max(1, self._most_pages))
+        found = ServingMemory(*self._requests, held, *self._limits, 1 - used / max(1, self._most_pages))
+        rungs = self._rungs
+        if rungs is None:
+            return found
+        shares = {"until_full": rungs.precise, "precise_share": rungs.precise_share}
+        return replace(found, **shares, lowered=rungs.lowered, room=rungs.room)

@@ -12,6 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from hf_diffkv.cache.dense import dense_attention
 from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.heads.harm import Harm
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 
@@ -102,6 +103,7 @@ def make_slots(
     tokens: int | None,
     max_bytes: int,
     others: Sequence[PerSlot] = (),
+    harm: Harm | None = None,
 ) -> Slots:
     """Returns slots for at most `requests` requests of `tokens` tokens, as many and as long as fit `max_bytes`.
 
@@ -109,17 +111,19 @@ def make_slots(
         num_layers: number of layers of full attention.
         tokens: tokens of the longest request; None for as many as fit.
         others: objects that hold memory for every slot as well.
+        harm: predicted loss by lowering each head of each layer; None if it is not known.
 
     Raises:
-        ValueError: precisions or thresholds for another number of layers or heads.
+        ValueError: raised by `Slots`.
         MemoryError: not even one slot fits.
     """
     token = 0.0
-    sizes = (shape.key_dim, shape.value_dim, shape.dtype.itemsize, shape.max_positions)
+    head = (shape.key_dim, shape.value_dim, shape.dtype.itemsize, shape.max_positions)
     for of_layer in slot_configs(config, num_layers, shape):
-        layout = PageLayout.of(of_layer, *sizes)
+        layout = PageLayout.of(of_layer, *head)
         capacity = max(layout.high.capacity, layout.low.capacity)
         token += shape.num_heads * layout.page_bytes / capacity
     fitting = int(max_bytes / token) + config.window + config.sinks
     longest = shape.ranks.least(max(1, fitting if tokens is None else min(fitting, tokens)))
-    return Slots(config, shape, num_layers, requests, max_tokens=longest, max_bytes=max_bytes, others=others)
+    sizes = {"max_tokens": longest, "max_bytes": max_bytes}
+    return Slots(config, shape, num_layers, requests, **sizes, others=others, harm=harm)

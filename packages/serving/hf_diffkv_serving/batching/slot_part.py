@@ -22,6 +22,7 @@ from .shapes import AttentionShape
 from .shared_pages import Entries, entries_of_request, entries_of_slot, fill_entries
 from .slot_store import SlotStore
 from .staging import stage
+from .until_full import rung_config
 
 
 class SlotPart:
@@ -34,7 +35,8 @@ class SlotPart:
 
     Attributes:
         shares: whether requests own pages together.
-        bounds: pages of a request by its length.
+        bounds: pages of a request by its length; where rows are lowered, of one whose rows all are.
+        lowers: whether the rows of a request may be at another rung than those of another one.
         staged: requests with several tokens in the running forward, by slot, as stores of their own.
     """
 
@@ -44,6 +46,7 @@ class SlotPart:
         store.begin(query_heads)
         exact = store.config.sinks + store.config.window
         self.bounds = PageBounds(exact, store.page_tokens(), store.layout.selects)
+        self.lowers = False
         self.reservations = Reservations(store.pool)
         self.staged: dict[int, Store] = {}
 
@@ -77,10 +80,27 @@ class SlotPart:
         """Pages that requests may hold: all but the null page."""
         return int(self.store.pool.max_pages) - 1
 
+    @property
+    def counts(self) -> np.ndarray:
+        """Tokens of each row outside its window, int64 [layers, slots, heads]."""
+        return self.store.counts
+
+    @property
+    def final(self) -> np.ndarray:
+        """Which rows are at the low precision, bool [layers, slots, heads]."""
+        return self.store.final
+
     def look(self) -> None:
         """Runs the compaction that is due and reads what every request holds, and what its next token may need."""
         self._step, self._held, self._partial = (rows.sum((0, 2), dtype=np.int64) for rows in self.store.look())
         self.reservations.look_again()
+
+    def bounds_of(self, final: np.ndarray) -> PageBounds:
+        """Returns the bounds of a request whose rows `final`, bool [layers, heads], are at the low precision."""
+        if not self.lowers:
+            return self.bounds
+        layout = self.store.layout
+        return replace(self.bounds, page_tokens=np.where(final, layout.low.capacity, layout.high.capacity))
 
     def numbers(self) -> np.ndarray:
         """Returns int64 [2 + 2 * slots], from which other ranks count pages as this one does. Only after `look`."""
@@ -95,8 +115,9 @@ class SlotPart:
 
     def need(self, slot: int | None, seen: int, tokens: int) -> int:
         """Pages that `tokens` more tokens take at most, of a request that has seen `seen`; arguments as in `Slots`."""
-        held, step = (0, 0) if slot is None else (self.held(slot), int(self._step[slot]))
-        return self.bounds.more(seen, tokens, held, step)
+        if slot is None:
+            return self.bounds.more(seen, tokens, 0, 0)
+        return self.bounds_of(self.final[:, slot]).more(seen, tokens, self.held(slot), int(self._step[slot]))
 
     def held(self, slot: int) -> int:
         """Pages of the request in `slot`."""
@@ -135,7 +156,8 @@ class SlotPart:
         store, table = self.store, self.store.table.table[:, slot]
         store.pool.release(table[table != NULL_PAGE])
         store.empty(slot)
-        self._held[slot] = 0
+        self._held[slot] = self.counts[:, slot] = 0
+        self.final[:, slot] = True
 
     def withdraw(self, slot: int) -> None:
         """Takes back what is reserved for `slot`."""
@@ -183,7 +205,7 @@ def slot_configs(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -
     Raises:
         ValueError: precisions or thresholds for another number of layers or heads.
     """
-    known, parallel = Stores(replace(config, max_bytes=None), num_layers), shape.ranks.parallel
+    known, parallel = Stores(rung_config(config), num_layers), shape.ranks.parallel
     known.tensor_parallel = parallel
     found = []
     for index in range(num_layers):

@@ -30,7 +30,14 @@ class SlotStore(Store):
     """A store whose pages are reserved by others (slots.py); it takes one for each row that `look` names at most.
 
     It has one slot at first, for a request of one token; `resize` changes both.
+
+    Attributes:
+        counts, final: tokens of each row outside its window, and whether they are at the low precision where no token
+            is chosen, as `look` has read them; [layers, slots, heads].
     """
+
+    counts: np.ndarray
+    final: np.ndarray
 
     def begin(self, query_heads: int) -> None:
         """Makes room for a request of one token, and tensors that slots share. Thresholds must be set before.
@@ -68,6 +75,7 @@ class SlotStore(Store):
         self.steps_left = LOOKAHEAD
         high_size, low_size = self.layout.high.capacity, self.layout.low.capacity
         has_low = has_low != 0
+        self.counts, self.final = high + low, has_low
         # where no token is chosen, all of a row are of one tier
         has_high = ~has_low | self.layout.selects
         full = (high % high_size == 0) & has_high | (low % low_size == 0) & has_low
@@ -167,6 +175,7 @@ class SlotStore(Store):
     @property
     def _fixed_bytes(self) -> int:
         fixed = [self.layer_index, self.head_index, self.invalid, self.changed_past, self.flag]
+        fixed += [] if self.lowering.moments is None else [self.lowering.moments]
         return sum(t.numel() * t.element_size() for t in [*fixed, self.pool.free_list.state])
 
     def _query(self, slots: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.heads.harm import Harm
 from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store.compaction import settle
@@ -22,10 +23,12 @@ from hf_diffkv.store.prompt import attend_prompt
 from hf_diffkv.store.state import Store
 
 from .ranks import OtherPart, other_parts
+from .rungs import Requests, RungCounts, Rungs
 from .shapes import AttentionShape
 from .slot_part import SlotPart, make_parts, slot_configs
 from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
 from .staging import stage
+from .until_full import lowers
 
 _logger = logging.getLogger("hf_diffkv")
 
@@ -36,22 +39,26 @@ class Slots:
     Every forward goes: `settle`, `make_room` and `reserve` for each request in it, `begin`, `attend` layer by layer.
 
     Args:
-        config: user's configuration; its `max_bytes` is ignored.
+        config: user's configuration; its `max_bytes` is ignored. If it names `until_full`, rows are lowered before a
+            request finds no room (`rungs.py`).
         shape: shape of every layer.
         num_layers: number of compressed layers of the model.
         count: number of requests that may be there at once.
         max_tokens: tokens of the longest request that is allowed.
         max_bytes: budget for everything that is held: windows, tables, scratch memory, pages.
         others: objects that hold memory for every slot as well.
+        harm: predicted loss by lowering each head of each layer; None if it is not known.
 
     Attributes:
         room: number of slots and their length.
         parts: layers of each store. A store cannot use pages of another one, so numbers of pages are int64 [parts],
             the parts of other ranks included.
         failures: errors in the running forward, by slot.
+        rungs: rungs of the requests; None if no rows are lowered.
 
     Raises:
-        ValueError: thresholds or precisions for another number of layers or heads.
+        ValueError: thresholds or precisions for another number of layers or heads, or `until_full` where several ranks
+            share the heads.
         MemoryError: `max_bytes` cannot hold the slots and one short request.
     """
 
@@ -65,12 +72,19 @@ class Slots:
         max_tokens: int,
         max_bytes: int,
         others: Sequence[PerSlot] = (),
+        harm: Harm | None = None,
     ) -> None:
         self.max_bytes = max_bytes
         self.device, self.dtype = shape.device, shape.dtype
         self.ranks = shape.ranks
+        if lowers(config) and not self.ranks.alone:
+            raise ValueError(
+                "until_full does not go with tensor parallelism in continuous batching, where ranks count each other's "
+                "pages; leave until_full out, or run the model on one device."
+            )
         with self.ranks.in_step():
             self.parts = make_parts(slot_configs(config, num_layers, shape), shape)
+        self.rungs = Rungs(self.parts[0], harm) if lowers(config) else None
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
         self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
@@ -109,7 +123,8 @@ class Slots:
         for index, (part, _) in self._places.items():
             moments.check_layer(index, self.ranks.parallel.size * part.store.num_heads, part.store.key_dim)
         for part in self.parts:
-            part.store.moments = moments
+            # in place of those that are gathered from prompts
+            part.store.moments, part.store.lowering.moments = moments, None
 
     @property
     def bytes(self) -> int:
@@ -173,6 +188,8 @@ class Slots:
             MemoryError: the device of one of several ranks has no memory.
         """
         size = self._size_for(slot, tokens, shared)
+        if size is None and self._lower_for(slot, tokens, shared):
+            size = self._size_for(slot, tokens, shared)
         if size is None or size == (self.count, self.room.tokens):
             return size is not None
         for old in sorted(self._taken - set(range(size[0]))):
@@ -208,13 +225,10 @@ class Slots:
 
     def _size_for(self, slot: int | None, tokens: int, shared: int = 0) -> tuple[int, int] | None:
         """Returns numbers of slots and of tokens in each that give the room of `make_room`; None if there are none."""
-        slots = len(self._taken) + (slot is None)
-        longest = max((self._seen[taken] + self._reserved.get(taken, 0) for taken in self._taken), default=0)
-        longest = max(longest, tokens + (0 if slot is None else self._seen[slot]))
+        slots, longest = self._least_size(slot, tokens)
         if slots > self.room.most or longest > self.longest:
             return None
-        not_taken = [part.bounds.full_pages(shared) if part.shares else 0 for part in self.all_parts]
-        need, left = self.need(slot, tokens) - not_taken, self.unreserved
+        need, left = self.need(slot, tokens) - self._not_taken(shared), self.unreserved
         if slots <= self.count and longest <= self.room.tokens and (need <= left).all():
             return self.count, self.room.tokens
         wanted = np.array([slots, longest, *(self.max_pages + 1 - left + need)])
@@ -227,6 +241,45 @@ class Slots:
             self._denied.append(wanted)
         return next((size for size, fits in zip(sizes, fit) if fits), None)
 
+    def _least_size(self, slot: int | None, tokens: int) -> tuple[int, int]:
+        """Returns the numbers of slots and of tokens in each that requests need with those of `make_room`."""
+        longest = max((self._seen[taken] + self._reserved.get(taken, 0) for taken in self._taken), default=0)
+        return len(self._taken) + (slot is None), max(longest, tokens + (0 if slot is None else self._seen[slot]))
+
+    def _not_taken(self, shared: int) -> np.ndarray:
+        """Returns the pages that a request of whose first tokens `shared` are another's need not take, by part."""
+        return np.array([part.bounds.full_pages(shared) if part.shares else 0 for part in self.all_parts])
+
+    def _lower_for(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
+        """Lowers rows for what `_size_for` finds no room for; whether any were, perhaps too few for one that waits."""
+        size = self._least_size(slot, tokens)
+        if self.rungs is None or size[0] > self.room.most or size[1] > self.longest:
+            return False
+        if slot is not None:
+            return self.rungs.lower_for(slot, tokens, self.room.sizes_for(*size)[1:], self._requests())
+        need = int((self.need(None, tokens) - self._not_taken(shared))[0])
+        return self.rungs.lower_for_waiting(need, self.room.sizes_for(*size)[1:], self._requests())
+
+    def _requests(self) -> Requests:
+        coming = {slot: self._reserved.get(slot, 0) for slot in sorted(self._taken)}
+        return Requests(coming, self._seen, self.room)
+
+    def reclaimable(self) -> np.ndarray:
+        """Returns the pages that lowering would free, by part."""
+        if self.rungs is None:
+            return np.zeros(len(self.all_parts), dtype=np.int64)
+        return np.array([self.rungs.reclaimable(self._taken)])
+
+    def least_need(self, slot: int | None, tokens: int) -> np.ndarray:
+        """Returns the pages that `tokens` more tokens take if rows are lowered, beside what `reclaimable` counts."""
+        if self.rungs is None or slot is None:
+            return self.need(slot, tokens)
+        return np.array([self.rungs.least_need(slot, self._seen[slot], tokens)])
+
+    def rung_counts(self) -> RungCounts | None:
+        """Returns what is at which rung; None if no rows are lowered. Only after `settle`."""
+        return None if self.rungs is None else self.rungs.counts(sorted(self._taken), self.longest)
+
     def _move(self, slot: int, to: int) -> None:
         for holder in (*self.all_parts, *self._others):
             holder.move(slot, to)
@@ -236,12 +289,18 @@ class Slots:
         if slot in self._reserved:
             self._reserved[to] = self._reserved.pop(slot)
 
-    def adopt(self) -> int:
-        """Gives an idle slot to a request that has no tokens yet. Raises `MemoryError` where all are taken."""
+    def adopt(self, tokens: int = 0) -> int:
+        """Gives an idle slot to a request that has no tokens yet. Raises `MemoryError` where all are taken.
+
+        Args:
+            tokens: tokens of its prompt, by which its rung is chosen.
+        """
         if not self.idle:
             raise MemoryError(f"all {self.count} slots are taken.")
         slot = min(set(range(self.count)) - self._taken)
         self._taken.add(slot)
+        if self.rungs is not None:
+            self.rungs.enter(slot, tokens)
         return slot
 
     def release(self, slot: int) -> None:
@@ -254,6 +313,8 @@ class Slots:
             other.release(slot)
         self._seen[slot] = 0
         self._denied.clear()
+        if self.rungs is not None:
+            self.rungs.note_release()
         self._reserved.pop(slot, None)
         self._taken.remove(slot)
 
@@ -271,8 +332,11 @@ class Slots:
         by_layers = {tuple(source.layers): source for source in sources}
         pairs = [(part, by_layers[tuple(part.store.layers)]) for part in self.parts]
         loaded = [(part, source, part.entries(source, alike)) for part, source in pairs]
-        for part, _, entries in loaded:
-            if part.bounds.pages(tokens) - entries.shared_pages > part.unreserved:
+        for part, source, entries in loaded:
+            need = part.bounds_of(source.low_heads[:, 0].cpu().numpy()).pages(tokens) - entries.shared_pages
+            if need > part.unreserved and self.rungs is not None:
+                self.rungs.lower_for_waiting(need, [(self.count, self.room.tokens)], self._requests())
+            if need > part.unreserved:
                 raise MemoryError(f"there are not enough pages for a request of {tokens} tokens.")
         for part, _, entries in loaded:
             part.provide(entries.pages)
@@ -307,6 +371,8 @@ class Slots:
         """Ends the last forward: runs the compaction behind it and takes back every reservation."""
         self._forward.clear()
         self._reserved.clear()
+        if self.rungs is not None:
+            self.rungs.begin_forward()
         with self.ranks.in_step():
             for part in self.parts:
                 part.settle()

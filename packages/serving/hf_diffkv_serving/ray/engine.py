@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_diffkv.running.models import load_config, load_model
@@ -69,6 +69,8 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     from hf_diffkv.cache.resolve import resolve_config
     from hf_diffkv.prefixes import PrefixStore
 
+    from ..batching.until_full import rung_config
+
     _, tokenizer = load_config(options.model)
     model = load_model(options.model, options.dtype, options.device, quiet=True)
     config = resolve_config(model, options.config, {})
@@ -81,5 +83,5 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         hints = WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)
     manager = model.init_continuous_batching(generation, ContinuousBatchingConfig(**options.batching), hints)
     if options.prefixes is not None:
-        manager.use_prefixes(PrefixStore(model, replace(config, max_bytes=None), **options.prefixes))
+        manager.use_prefixes(PrefixStore(model, rung_config(config), **options.prefixes))
     return LoadedEngine(model, tokenizer, manager)

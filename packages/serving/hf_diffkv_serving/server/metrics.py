@@ -108,6 +108,11 @@ class _EngineCollector(Collector):
         yield _gauge("cache_held_bytes", "Windows, tables, scratch, and the pages of requests.", memory.held_bytes)
         yield _gauge("cache_peak_bytes", "The most that the device held, free pages included.", memory.peak_bytes)
         yield _gauge("cache_max_bytes", "The budget.", memory.max_bytes)
+        yield _counter("preemptions", "Times that a request lost its memory to others.", found.preemptions)
+        if memory.until_full is not None:
+            yield _gauge("tokens_precise_ratio", "Share of stored tokens that were not lowered.", memory.precise_share)
+            yield _counter("tokens_lowered", "Tokens over layers and heads that were lowered.", memory.lowered)
+            yield _gauge("room_tokens", "Tokens each request in flight can still get, all lowered.", memory.room)
         yield from self._prefixes()
 
     def _prefixes(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

@@ -75,8 +75,11 @@ def line(found: dict[str, Any], rate: float) -> str:
         rate: tokens per second.
     """
     reused = f", {found['prefixes']['tokens_reused']:,} of prompts reused" if "prefixes" in found else ""
+    precise = (
+        "" if found["until_full"] is None else f", {found['precise_share']:.0%} of tokens at {found['until_full']}"
+    )
     held, peak, budget = (f"{found[name] / 1e6:,.1f}" for name in ("held_bytes", "peak_bytes", "max_bytes"))
     return (
         f"{found['requests']} in flight, {found['waiting']} waiting; {held} of {budget} MB held, at most {peak}, "
-        f"{found['free_share']:.0%} free; {found['generated_tokens']:,} tokens served, {rate:,.1f}/s{reused}"
+        f"{found['free_share']:.0%} free{precise}; {found['generated_tokens']:,} tokens served, {rate:,.1f}/s{reused}"
     )

@@ -460,10 +460,3 @@ def test_without_the_name_the_engine_is_untouched(model: PreTrainedModel) -> Non
     outputs = model.generate_batch([ids], GenerationConfig(max_new_tokens=4, do_sample=False), chunks(num_blocks=8))
     assert next(iter(outputs.values())).generated_tokens == expected(model, ids, 4)
     assert not isinstance(model.init_continuous_batching(GenerationConfig()), DiffKVBatchingManager)
-
-
-def test_until_full_is_refused_by_name() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match="until_full=K8V8 is not supported in continuous batching"):
-        fields = {"config": DiffKVConfig.preset("balanced", max_bytes="1GB", until_full="K8V8")}
-        DiffKVBatchingManager(model, fields, model.generation_config, ContinuousBatchingConfig())

@@ -1,0 +1,210 @@
+"""Continuous batching that is precise until its budget is full: texts, memory, and the order of what gives way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from batching import chunks, expected, prompts, request_config
+from hf_diffkv_serving.batching.engine_cache import ContinuousCache
+from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
+from hf_diffkv_serving.batching.until_full import rung_config
+from hf_diffkv_serving.server.app import statistics
+from hf_diffkv_serving.server.health import Health
+from hf_diffkv_serving.server.metrics import _EngineCollector
+from hf_diffkv_serving.server.run import line
+from test_continuous import Watch, collect, serve
+from tiny_models import tiny_model
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
+from hf_diffkv.compat import passing
+from hf_diffkv.store import settle
+from hf_diffkv.store.lowering import lower_rows
+
+CROWD = (70, 60, 75, 50)
+NEW = 32
+# nothing is rounded for queries, of which those of all requests count when rows are lowered
+FINAL = DiffKVConfig.preset("balanced", window=8, page_bytes=512, adaptive_rounding=False)
+NAMED = replace(FINAL, max_bytes="1GB", until_full="K8V8")
+
+
+class RungWatch(Watch):
+    """Also records at which rung the rows of a request were in each of its forwards, and the most of both."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.low: dict[str, list[torch.Tensor]] = {}
+        extend = ContinuousCache.extend_read_and_write_indices
+
+        def watched(cache: ContinuousCache, request_id: str, past: int, tokens: int, *indices: Any) -> None:
+            held = self.low.setdefault(request_id, [])
+            if past == 0:
+                held.clear()
+            store = cache.slots.parts[0].store
+            held.append(store.low_heads[:, cache._slot_of[request_id]].clone())
+            extend(cache, request_id, past, tokens, *indices)
+
+        monkeypatch.setattr(ContinuousCache, "extend_read_and_write_indices", watched)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> RungWatch:
+    return RungWatch(monkeypatch)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama", dtype=torch.float64)
+
+
+def replay(model: PreTrainedModel, watch: RungWatch, name: str, text: list[int]) -> tuple[list[int], DiffKVCache]:
+    """Runs a request's forwards, and its lowerings between them, on a cache of its own.
+
+    Returns:
+        The likeliest token after each forward, and the cache.
+    """
+    entered = [[torch.inf if low else 0.0 for low in layer] for layer in watch.low[name][0].tolist()]
+    cache, at, likeliest = DiffKVCache(model.config, replace(rung_config(NAMED), alpha_high=entered)), 0, []
+    model.set_attn_implementation("diffkv")
+    for tokens, low in zip(watch.forwards[name], watch.low[name], strict=True):
+        for store in cache.stores.all:
+            settle(store)
+            more = low[:, None] & ~store.low_heads
+            assert not (store.low_heads & ~low[:, None]).any()
+            if more.any():
+                lower_rows(store, more)
+        with torch.no_grad():
+            logits = model(torch.tensor([text[at : at + tokens]]), **passing(cache)).logits
+        likeliest.append(int(logits[0, -1].argmax()))
+        at += tokens
+    model.set_attn_implementation("sdpa")
+    return likeliest, cache
+
+
+def assert_reported(manager: DiffKVBatchingManager) -> None:
+    """Metrics and the line for people say what the statistics do."""
+    found = manager.statistics()
+    samples = [
+        sample for family in _EngineCollector(manager, Health(manager, 1.0)).collect() for sample in family.samples
+    ]
+    values = {sample.name.removeprefix("hf_diffkv_"): sample.value for sample in samples}
+    assert values["tokens_precise_ratio"] == found.memory.precise_share == 1.0
+    assert values["tokens_lowered_total"] == found.memory.lowered > 0
+    assert values["preemptions_total"] == found.preemptions
+    assert values["room_tokens"] == found.memory.room == found.memory.longest
+    assert ", 100% of tokens at K8V8;" in line(statistics(manager), 0.0)
+
+
+def test_an_ample_budget_gives_the_text_of_the_precise_precision(model: PreTrainedModel, watch: RungWatch) -> None:
+    given = prompts()
+    config = request_config(NAMED, 8 << 20, max_new_tokens=NEW)
+    outputs = model.generate_batch(given, config, chunks(512))
+    precise = DiffKVConfig(**{**vars(FINAL), "high": "K8V8", "low": "K8V8"})
+    model.set_attn_implementation("diffkv")
+    want = [expected(model, ids, NEW, **passing(DiffKVCache(model.config, precise))) for ids in given]
+    assert [output.generated_tokens for output in outputs.values()] == want
+    assert not any(low.any() for each in watch.low.values() for low in each)
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("max_bytes", [70_000, 90_000, 100_000])
+def test_requests_are_what_their_lowerings_leave_of_them_alone(
+    max_bytes: int, model: PreTrainedModel, watch: RungWatch
+) -> None:
+    """Compares tokens and levels with the same forwards and lowerings on a cache of the request's own."""
+    given = prompts(CROWD)
+    config = request_config(NAMED, max_bytes, max_new_tokens=NEW)
+    manager = serve(model, config, safety_margin=0.0)
+    names = {manager.add_request(ids, request_id=str(i)) for i, ids in enumerate(given)}
+    try:
+        outputs = collect(manager, names)
+        found = manager.statistics()
+        assert_reported(manager)
+    finally:
+        manager.stop()
+    model.set_attn_implementation("sdpa")
+    assert max(watch.bytes) <= max_bytes and found.preemptions == watch.preempted
+    rungs = {bool(low.any()) for each in watch.low.values() for low in each}
+    assert True in rungs and found.memory.until_full == "K8V8"
+    compared = 0
+    for index, ids in enumerate(given):
+        text = ids + outputs[str(index)].generated_tokens
+        likeliest, cache = replay(model, watch, str(index), text)
+        # those after a prompt in parts, and after what was said before a preemption
+        ends = torch.tensor(watch.forwards[str(index)]).cumsum(0).tolist()
+        first = max((i for i, tokens in enumerate(watch.forwards[str(index)]) if tokens > 1), default=0)
+        for place, end in enumerate(ends):
+            if place >= first and end >= len(ids):
+                assert likeliest[place] == text[end]
+                compared += 1
+        for layer, mine in zip(cache.compressed_layers(), watch.levels[str(index)], strict=True):
+            assert torch.equal(mine, cache.levels(layer))
+    assert compared > len(given) * NEW // 2
+    watch.assert_nothing_left()
+
+
+def test_as_many_are_in_flight_as_at_the_final_precision(watch: RungWatch) -> None:
+    model, given, figures = tiny_model("llama"), prompts((100,) * 10), []
+    for config in (replace(FINAL, high="K8V8", low="K8V8"), FINAL, NAMED):
+        watch.requests = 0
+        outputs = model.generate_batch(given, request_config(config, 150_000), chunks(512, safety_margin=0.0))
+        assert all(output.error is None for output in outputs.values())
+        figures.append(watch.requests)
+    precise, final, mine = figures
+    # pages that hold either precision are filled less
+    assert precise < final - 1 <= mine
+    assert max(watch.bytes) <= 150_000
+    watch.assert_nothing_left()
+
+
+def test_the_longest_request_is_admitted_alone_and_served(model: PreTrainedModel) -> None:
+    """Admission counts final bytes."""
+    config = request_config(NAMED, 36_000, max_new_tokens=8)
+    manager = model.init_continuous_batching(config, chunks(64))
+    longest = manager.memory().longest
+    precise = request_config(replace(FINAL, high="K8V8", low="K8V8"), 36_000)
+    assert longest > model.init_continuous_batching(precise, chunks(64)).memory().longest
+    manager.start()
+    # it enters precisely or not, and meanwhile another one comes and goes
+    names = {manager.add_request(prompts((length,))[0], max_new_tokens=longest + 1 - length) for length in (20, 30)}
+    done = collect(manager, names)
+    assert all(output.error is None for output in done.values())
+    refused = manager.add_request(prompts((longest,))[0], max_new_tokens=3)
+    assert "longest request" in collect(manager, {refused})[refused].error
+    manager.stop()
+
+
+def test_prefixes_keep_their_rung(model: PreTrainedModel, watch: RungWatch) -> None:
+    store = PrefixStore(model, rung_config(NAMED), device_bytes=1 << 20)
+    manager = model.init_continuous_batching(request_config(NAMED, 300_000, max_new_tokens=6), chunks(512))
+    manager.use_prefixes(store)
+    manager.start()
+    ids, more = prompts((90, 20))
+    first = manager.add_request(ids, request_id="first")
+    done = collect(manager, {first})[first]
+    again = manager.add_request(ids + done.generated_tokens + more, request_id="again")
+    collect(manager, {again})
+    assert store.stats.tokens_reused >= len(ids) and not watch.low["again"][0].any()
+    manager.stop()
+    watch.assert_nothing_left()
+
+
+def test_prefixes_of_the_final_precision_alone_are_refused(model: PreTrainedModel) -> None:
+    manager = model.init_continuous_batching(request_config(NAMED, 300_000), chunks())
+    with pytest.raises(ValueError, match="prefixes are of another model or configuration"):
+        manager.use_prefixes(PrefixStore(model, FINAL, device_bytes=1 << 20))
+    manager.stop()
+
+
+def test_what_cannot_be_lowered_is_refused_by_name(model: PreTrainedModel) -> None:
+    for fields, message in (
+        ({"head_precisions": [["K8V4", "K4V2"], ["K4V2", "K4V2"]]}, "one final precision"),
+        ({"high": "K8V8", "low": "K8V8"}, "must need more bits than the final precision"),
+        ({"high": "K8V4", "low": "K4V2", "alpha_high": 1.0}, "one final precision"),
+    ):
+        given = {"max_bytes": "1GB", "until_full": "K8V8", **fields}
+        with pytest.raises(ValueError, match=message):
+            DiffKVBatchingManager(model, given, model.generation_config, ContinuousBatchingConfig())
