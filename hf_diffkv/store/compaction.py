@@ -41,16 +41,7 @@ def _center_rows(store: Store) -> None:
 
 def _thresholds(store: Store) -> tuple[Tensor, Tensor]:
     """Returns the high and the low threshold of every row, float32 [layers, batch, heads]."""
-    state = _step_rows(store)
-    given = store.policy.thresholds(state)
-    if store.config.max_bytes is not None and store.policy.sets_thresholds:
-        given = tuple(map(torch.maximum, given, relative_thresholds(state)))
-    return tuple(threshold.expand(store.high_count.shape) for threshold in given)
-
-
-def _step_rows(store: Store) -> StepRows:
-    """Returns views of the store's tensors; nothing is computed."""
-    return StepRows(
+    state = StepRows(
         store.alpha_high,
         store.alpha_low,
         store.length[..., None],
@@ -60,3 +51,7 @@ def _step_rows(store: Store) -> StepRows:
         store.low_count,
         store.layer_index[:, None, None],
     )
+    given = store.policy.thresholds(state)
+    if store.config.max_bytes is not None and store.policy.sets_thresholds:
+        given = tuple(map(torch.maximum, given, relative_thresholds(state)))
+    return tuple(threshold.expand(store.high_count.shape) for threshold in given)

@@ -35,27 +35,6 @@ from .transform import (
 )
 
 
-def attend_prompt(
-    store: Store,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    softmax: Softmax,
-    valid: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Attends from Q new tokens that no other layer reads, and compresses the layer; see `PromptAttention`.
-
-    Args:
-        query: query states, [batch, query_heads, Q, key_dim].
-
-    Returns:
-        Attention output, [batch, query_heads, Q, value_dim] in the query's dtype.
-    """
-    return PromptAttention(store, layer, key, value, valid, mask).attend(query, softmax)
-
-
 class PromptAttention:
     """Several new tokens of a layer, to which that layer and perhaps later ones attend.
 
@@ -74,7 +53,13 @@ class PromptAttention:
     """
 
     def __init__(
-        self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
+        self,
+        store: Store,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         self._store, self._layer = store, layer
         self._new, self._mask = NewPrompt.checked(store, layer, key, value, valid), mask
