@@ -117,7 +117,7 @@ def payload(store: Store) -> Payload:
 def check_integrity(store: Store) -> None:
     """Raises `IntegrityError` unless page ownership, counts, tables and positions agree."""
     settle(store)
-    store.check_values()
+    store.look()
     rows = store.num_layers * store.batch_size * store.num_heads
     table = store.table.table.view(rows, -1)
     width = table.shape[1]

@@ -26,7 +26,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     """Starts a forward of `tokens` new tokens: runs a pending compaction and makes room.
 
     Raises:
-        ValueError: pages cannot hold positions that large, or see `Store.check_values`.
+        ValueError: pages cannot hold positions that large, or see `Store.look`.
         MemoryError: there is no room; the cache is unchanged.
     """
     make_private(store)
@@ -34,7 +34,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     settle(store)
     store.forward, store.lowering.made_room = None, False
     if tokens > 1 and not store.stores_by_kernel:
-        store.check_values()
+        store.look()
     if _generates(store, tokens):
         prepare_step(store)
     store.seen += tokens

@@ -98,7 +98,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
             valid=valid,
         )
     with pytest.raises(ValueError, match="NaN, infinite or beyond 16376"):
-        store.check_values()
+        store.look()
 
 
 @pytest.mark.parametrize("name", ["balanced", "quality"])
