@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import KVHeads, Store, attend_prompt, attend_step, begin_forward
+from hf_diffkv.store import KVHeads, PromptAttention, StepAttention, Store, begin_forward
 
 
 def new_store(config: DiffKVConfig, layers: int, batch: int, *heads: object, **sizes: object) -> Store:
@@ -22,6 +22,33 @@ def begin(store: Store, tokens: int, valid: Tensor | None = None) -> None:
     """A forward of new tokens, of which some may be padding."""
     begin_forward(store, tokens)
     store.padding.append(tokens, valid)
+
+
+def attend_prompt(
+    store: Store,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax: Softmax,
+    valid: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The output of several new tokens, which are stored."""
+    return PromptAttention(store, layer, key, value, valid, mask).attend(query, softmax)
+
+
+def attend_step(
+    store: Store,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax: Softmax,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """The output of the newest token of every request, which is stored."""
+    return StepAttention(store, layer, key, value, valid).attend(query, softmax)
 
 
 def attend(store: Store, layer: int, states: Iterable[Tensor], softmax: Softmax, valid: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from given_stores import attend_prompt
 from host_reads import HostReads
 from triton.runtime.interpreter import GridExecutor
 
@@ -15,7 +16,7 @@ from hf_diffkv.ops import table
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.prefill_attention import wide
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity
+from hf_diffkv.store import Store, begin_forward, check_integrity
 
 # what the first layer of a forward reads, in one copy to the host
 FIRST_READS = ["cpu in read_together", "numpy in read_together"]

@@ -24,7 +24,7 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.backend import NATIVE, REFERENCE, use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
-from hf_diffkv.store import KVHeads, Store, attend_prompt, attend_step, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import KVHeads, PromptAttention, StepAttention, Store, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.read import LayerTokens
 from hf_diffkv.store.step import refresh
 
@@ -118,15 +118,16 @@ def check(case: Case) -> str | None:
     with use_backend(REFERENCE):
         begin_forward(store, case.prompt)
         store.padding.append(case.prompt, valid)
-        attend_prompt(store, 0, *tokens(case.prompt), Softmax(scaling), valid)
+        query, *new = tokens(case.prompt)
+        PromptAttention(store, 0, *new, valid).attend(query, Softmax(scaling))
     for step in range(case.steps):
-        other, new, outputs = copy.deepcopy(store), tokens(1), {}
+        other, (query, *new), outputs = copy.deepcopy(store), tokens(1), {}
         for backend, each in ((NATIVE, store), (REFERENCE, other)):
             with use_backend(backend):
                 refresh(each)
                 begin_forward(each, 1)
                 each.padding.append(1, None)
-                outputs[backend] = attend_step(each, 0, *new, Softmax(scaling)).double()
+                outputs[backend] = StepAttention(each, 0, *new).attend(query, Softmax(scaling)).double()
         for each in (store, other):
             # before the compaction that both have yet to run
             each.compaction_due = False

@@ -116,12 +116,12 @@ class DecodeStep:
         self._forward = model if forward is None else forward
         self.windows = Windows(cache.layers, model.config.get_text_config(decoder=True))
         self.captures = self.replays = 0
-        self._failed = self._compacted = False
+        self._failed = False
         # addresses after the last uncaptured step; capturing must not be the first use of a kernel
         self._warm: tuple | None = None
-        # addresses at capture, and graphs by whether a compaction follows
+        # addresses at capture
         self._place: tuple | None = None
-        self._graphs: dict[bool, _Captured] = {}
+        self._captured: _Captured | None = None
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         with self.cache.stores.turns.step():
@@ -136,7 +136,6 @@ class DecodeStep:
             return self.model(*args, **inputs)
         for store in stores:
             store.check_positions(1)
-            self._compacted |= store.compaction_due
             settle(store)
         self.cache.stores.look_together()
         for store in stores:
@@ -154,21 +153,18 @@ class DecodeStep:
             output = self.model(**inputs)
             self._warm = (fixed, self._addresses(stores))
             if self._warm != self._place:
-                self._graphs.clear()
-                self._place = self._warm
+                self._captured, self._place = None, self._warm
             return output
-        # a kernel's first run compiles it and must not be a capture; all stores count the same steps
-        compacts = self._compacted
-        if compacts not in self._graphs and not self._capture(stores, inputs, tensors, compacts):
+        # the kernels of the step and of its compaction were compiled by the uncaptured one, and run in a capture
+        if self._captured is None and not self._capture(stores, inputs, tensors):
             return self.model(**inputs)
-        captured = self._graphs[compacts]
+        captured = self._captured
         for name, value in tensors.items():
             captured.buffers[name].copy_(value)
         self._count(stores, inputs.get("attention_mask"))
         captured.graph.replay()
-        if compacts:
-            for store in stores:
-                store.compaction_due = False
+        for store in stores:
+            store.compaction_due = False
         self.replays += 1
         return _copied(captured.output)
 
@@ -237,7 +233,7 @@ class DecodeStep:
                 fixed.append((name, value))
         return tensors, tuple(fixed)
 
-    def _capture(self, stores: list[Store], inputs: dict[str, Any], tensors: dict[str, Tensor], compacts: bool) -> bool:
+    def _capture(self, stores: list[Store], inputs: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
         buffers = {name: value.to(_MASKS.get(name, value.dtype), copy=True) for name, value in tensors.items()}
         captured = {**inputs, **buffers}
         # masks are prepared here, as models would derive them from the length of the cache
@@ -255,9 +251,8 @@ class DecodeStep:
         def work() -> Any:
             with self.windows.in_place():
                 output = self._forward(**captured)
-            if compacts:
-                for store in stores:
-                    compact(store)
+            for store in stores:
+                compact(store)
             return output
 
         graph = GRAPH_TYPES[device.type](device)
@@ -271,7 +266,7 @@ class DecodeStep:
             return False
         finally:
             self.cache.stores.capturing = False
-        self._graphs[compacts] = _Captured(graph, buffers, output, captured)
+        self._captured = _Captured(graph, buffers, output, captured)
         self.captures += 1
         return True
 

@@ -17,7 +17,6 @@ from ..store import (
     RecordedAttention,
     StepAttention,
     Store,
-    attend_step,
     begin_forward,
     check_finite,
     hide_tokens,
@@ -356,8 +355,8 @@ class DiffKVLayer(CacheLayerMixin):
         if self.stores.rehearsing:
             return query.new_zeros(*query.shape[:3], value.shape[3])
         valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
-        inputs = (query.to(key.dtype), key, value)
-        return attend_step(self.store, self.slot, *inputs, softmax, valid).to(query.dtype)
+        new = StepAttention(self.store, self.slot, key, value, valid)
+        return new.attend(query.to(key.dtype), softmax).to(query.dtype)
 
     def read(self, query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
         """Attends for a later layer that reads the keys and values of this one.

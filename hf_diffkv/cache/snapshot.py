@@ -224,7 +224,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
     if any(recorded is not None for recorded in store.recorded):
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before saving.")
     settle(store)
-    store.check_values()
+    store.look()
     table = store.table.table
     used = table != NULL_PAGE
     renumbered = torch.zeros_like(table)

@@ -176,6 +176,31 @@ class LayerRows:
         """Offset subtracted from keys, as in `key_offset`; None without one."""
         return self.key_offset if self.key_offset.shape[-1] else None
 
+    def is_whole(self) -> Tensor:
+        """Returns a mask of requests with no token outside the window, bool [batch]."""
+        return self.window_start == self.sink_end
+
+    def held_tokens(self) -> Tensor:
+        """Returns the token in each window slot, -1 for none, int64 [batch, slots]."""
+        return held_tokens(self.window_start, self.length, self.sink_end, self.sink_slots, self.slots)
+
+    def held_count(self) -> Tensor:
+        """Returns the number of exact tokens of each request, int64 [batch]."""
+        return held_count(self.window_start, self.length, self.sink_end)
+
+    def slots_of(self, row: Tensor, token: Tensor) -> Tensor:
+        """Returns the window slots of exact tokens, given row and index of each, int64 [n]."""
+        return slots_of(token, self.sink_end[row // self.heads], self.sink_slots, self.slots)
+
+    def exact_tokens(self) -> tuple[Tensor, Tensor]:
+        """Returns row and index of each exact token, int64 [n] each, sorted by row, then index."""
+        start, end = self.window_start, self.sink_end
+        count = self.held_count().repeat_interleave(self.heads)
+        row = torch.repeat_interleave(torch.arange(count.numel(), device=self.device), count)
+        rank = torch.arange(row.numel(), device=self.device) - (count.cumsum(0) - count)[row]
+        request = row // self.heads
+        return row, torch.where(rank < end[request], rank, rank + (start - end)[request])
+
     def __post_init__(self) -> None:
         batch, heads, width = self.page_table.shape
         slots, rows, high = self.slots, (batch, heads), self.layout.high

@@ -2,11 +2,11 @@
 
 from .compaction import settle
 from .copies import drop_unused_layers, move_rows, prepare_rows, select_rows
-from .decode import StepAttention, attend_step
+from .decode import StepAttention
 from .forks import fork_store
 from .hide import hide_tokens
 from .kv_heads import KVHeads
-from .prompt import PromptAttention, attend_prompt
+from .prompt import PromptAttention
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
 from .rollback import RecordedAttention, commit
@@ -23,8 +23,6 @@ __all__ = [
     "StepAttention",
     "PromptAttention",
     "Store",
-    "attend_prompt",
-    "attend_step",
     "begin_forward",
     "check_finite",
     "check_integrity",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.rotation import center_windows
 from ..policy import StepRows, relative_thresholds
 from .state import Store
-from .transform import center_rows
 
 
 def settle(store: Store) -> None:
@@ -23,25 +23,25 @@ def settle(store: Store) -> None:
 def compact(store: Store) -> None:
     """Runs Algorithm 1 on the device for the oldest token of every overfull window."""
     if store.centers_soon:
-        center_rows(store)
+        _center_rows(store)
     rows = store.all_rows()
     high, low = _thresholds(store) if store.layout.selects else (rows.alpha_high, None)
     options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": store.model_feedback}
     store.ops.compact_windows(rows, store.config.window, high, low, **options)
 
 
+def _center_rows(store: Store) -> None:
+    """Fixes the key offset of rows whose first token is about to leave the window (transform.py)."""
+    rows = store.all_rows()
+    due = rows.is_whole() & (rows.length - rows.window_start > store.config.window)
+    for layer in store.uncentered:
+        due.view(store.length.shape)[layer] = False
+    center_windows(rows.window_key, rows.held_tokens() >= 0, rows.key_offset, due)
+
+
 def _thresholds(store: Store) -> tuple[Tensor, Tensor]:
     """Returns the high and the low threshold of every row, float32 [layers, batch, heads]."""
-    state = _step_rows(store)
-    given = store.policy.thresholds(state)
-    if store.config.max_bytes is not None and store.policy.sets_thresholds:
-        given = tuple(map(torch.maximum, given, relative_thresholds(state)))
-    return tuple(threshold.expand(store.high_count.shape) for threshold in given)
-
-
-def _step_rows(store: Store) -> StepRows:
-    """Returns views of the store's tensors; nothing is computed."""
-    return StepRows(
+    state = StepRows(
         store.alpha_high,
         store.alpha_low,
         store.length[..., None],
@@ -51,3 +51,7 @@ def _step_rows(store: Store) -> StepRows:
         store.low_count,
         store.layer_index[:, None, None],
     )
+    given = store.policy.thresholds(state)
+    if store.config.max_bytes is not None and store.policy.sets_thresholds:
+        given = tuple(map(torch.maximum, given, relative_thresholds(state)))
+    return tuple(threshold.expand(store.high_count.shape) for threshold in given)

@@ -16,111 +16,57 @@ if TYPE_CHECKING:
 SCRATCH_TOKENS = 1024
 
 
-def attend_step(
-    store: Store,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    softmax: Softmax,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """Stores the newest token of every request and attends from it.
+class StepAttention:
+    """One new token per request, to which a layer and perhaps later ones attend.
 
     Args:
         layer: index of the layer within the store.
-        query: query states, [batch, query_heads, 1, key_dim].
         key, value: key and value states, [batch, heads, 1, dim].
         valid: True where the token is real, bool [batch]; None if all are.
-
-    Returns:
-        Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    return StepAttention(store, layer, key, value, valid).attend(query, softmax)
 
-
-def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-    """Stores the newest token of every request; arguments as in `attend_step`."""
-    rows, rotation = store.rows(layer), store.rotation
-    options = {"limit": store.value_limit, "valid": valid}
-    if rotation is None:
-        key, value = stored_form(store, layer, key, value)
-        store.ops.append_token(rows, key[:, :, 0], value[:, :, 0], **options)
-    else:
-        store.ops.append_rotated(rows, key[:, :, 0], value[:, :, 0], None, rotation, **options)
-
-
-def attend_newest(
-    store: Store,
-    layer: int,
-    query: Tensor,
-    softmax: Softmax,
-    valid: Tensor | None = None,
-    held: SharedAttention | None = None,
-) -> Tensor:
-    """Attends from the newest token of every request, which `append` has stored, and updates the sums.
-
-    Args:
-        query: query states in the store's form (`query_form`), [batch, query_heads, 1, key_dim].
-        held: accumulator that joins the sums of several layers attending to the same tokens; None for one layer.
-            Other arguments as in `attend_step`.
-
-    Returns:
-        Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
-    """
-    store.note_logits(layer, softmax)
-    bounds, query = store.bounds(layer), query[:, :, 0]
-    scratch = prepare_scratch(store, query, bounds.max_tokens)
-    options = {"bounds": bounds, "scratch": scratch, "valid": valid, "held": held}
-    output = store.ops.decode_attention(query, store.rows(layer), softmax, **options)
-    # heads are passed as tokens: tiles of one token each would read the matrix once per tile
-    return model_form(store, output[None])[0][:, :, None]
-
-
-class StepAttention:
-    """One new token per request, to which a layer and perhaps later ones attend. Arguments as in `attend_step`."""
-
-    def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None = None) -> None:
         self._store, self._layer, self._key, self._value, self._valid = store, layer, key, value, valid
         # the attention of several layers, once the token is appended for the first of them
         self._held: SharedAttention | None = None
 
     def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
-        """Returns one layer's attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
+        """Stores the token, updates the sums and returns one layer's attention output.
 
         Args:
             query: query states, [batch, query_heads, 1, key_dim].
             last: whether no further layer reads these tokens.
+
+        Returns:
+            Attention output, [batch, query_heads, 1, value_dim] in the query's dtype.
         """
-        store, layer = self._store, self._layer
-        if last and self._held is None:
-            return self._append_and_attend(query, softmax)
-        self.append()
-        self._held.last = last
-        return attend_newest(store, layer, query_form(store, query), softmax, self._valid, self._held)
-
-    def append(self) -> None:
-        """Stores the token now, unless it is stored; else the first `attend` stores it."""
-        if self._held is None:
-            append(self._store, self._layer, self._key, self._value, self._valid)
-            self._held = SharedAttention()
-
-    def _append_and_attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         store, layer = self._store, self._layer
         store.note_logits(layer, softmax)
         bounds = store.bounds(layer)
-        return store.ops.append_and_attend(
-            query,
-            self._key,
-            self._value,
-            store.rows(layer),
-            softmax,
-            rotation=store.rotation,
-            limit=store.value_limit,
-            bounds=bounds,
-            valid=self._valid,
-            scratch=prepare_scratch(store, query[:, :, 0], bounds.max_tokens),
-        )
+        scratch = prepare_scratch(store, query[:, :, 0], bounds.max_tokens)
+        options = {"bounds": bounds, "scratch": scratch, "valid": self._valid}
+        if last and self._held is None:
+            options |= {"rotation": store.rotation, "limit": store.value_limit}
+            return store.ops.append_and_attend(query, self._key, self._value, store.rows(layer), softmax, **options)
+        self.append()
+        self._held.last = last
+        query = query_form(store, query)[:, :, 0]
+        output = store.ops.decode_attention(query, store.rows(layer), softmax, held=self._held, **options)
+        # heads are passed as tokens: tiles of one token each would read the matrix once per tile
+        return model_form(store, output[None])[0][:, :, None]
+
+    def append(self) -> None:
+        """Stores the token now, unless it is stored; else the first `attend` stores it."""
+        if self._held is not None:
+            return
+        store, layer, rotation = self._store, self._layer, self._store.rotation
+        rows, options = store.rows(layer), {"limit": store.value_limit, "valid": self._valid}
+        if rotation is None:
+            key, value = stored_form(store, layer, self._key, self._value)
+            store.ops.append_token(rows, key[:, :, 0], value[:, :, 0], **options)
+        else:
+            store.ops.append_rotated(rows, self._key[:, :, 0], self._value[:, :, 0], None, rotation, **options)
+        self._held = SharedAttention()
 
 
 def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..ops.compact import rewrite_rows, stored_tokens, token_positions
 from ..pages import HIGH
+from ..pages.rows import slots_of
 from ..pages.segments import segments
 from .budget import no_tokens
 from .forks import make_private
 from .state import Store
-from .transform import held_tokens, slots_of
 
 
 def hide_tokens(store: Store, shown: Tensor) -> None:
@@ -78,7 +78,7 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
 
 
 def _hide_in_windows(store: Store, moved: Tensor) -> None:
-    old = held_tokens(store)
+    old = store.all_rows().held_tokens().view(store.num_layers, store.batch_size, -1)
     by_layer = moved.expand(store.num_layers, -1, -1)
     new = by_layer.gather(2, old.clamp(min=0))
     layer, request, place = ((old >= 0) & (new >= 0)).nonzero(as_tuple=True)
@@ -93,7 +93,7 @@ def _hide_in_windows(store: Store, moved: Tensor) -> None:
     # a request with exact tokens only has all its sinks
     whole = start == end
     start, end = (torch.where(whole, store.sink_slots, index) for index in (start, end))
-    new_place = slots_of(store, new, end[layer, request])
+    new_place = slots_of(new, end[layer, request], store.sink_slots, store.window_slots)
     share = _share(store.length[layer, request] - 1 - old, length[layer, request] - 1 - new)
     for state in (store.window_key, store.window_value, store.window_score):
         tokens = state[layer, request, :, place]

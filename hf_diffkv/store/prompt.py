@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens, token_positions
 from ..ops.latent_prompt import with_absorbed_queries
 from ..ops.softmax import Softmax
-from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens
+from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens, LayerRows
 from ..pages.segments import score_noise, segments
 from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
@@ -29,33 +29,10 @@ from .transform import (
     PromptSource,
     check_finite,
     feedback,
-    held_count,
     model_form,
     query_form,
     query_moment,
-    slots_of,
 )
-
-
-def attend_prompt(
-    store: Store,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    softmax: Softmax,
-    valid: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Attends from Q new tokens that no other layer reads, and compresses the layer; see `PromptAttention`.
-
-    Args:
-        query: query states, [batch, query_heads, Q, key_dim].
-
-    Returns:
-        Attention output, [batch, query_heads, Q, value_dim] in the query's dtype.
-    """
-    return PromptAttention(store, layer, key, value, valid, mask).attend(query, softmax)
 
 
 class PromptAttention:
@@ -76,7 +53,13 @@ class PromptAttention:
     """
 
     def __init__(
-        self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
+        self,
+        store: Store,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         self._store, self._layer = store, layer
         self._new, self._mask = NewPrompt.checked(store, layer, key, value, valid), mask
@@ -223,19 +206,20 @@ class StoredPast:
 
     def find_tokens(self, store: Store, layer: int) -> int:
         """Lists every token and returns the length of the longest row."""
-        rows = store.batch_size * store.num_heads
-        counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
-        self.tokens = tuple(stored_tokens(store.rows(layer), tier) for tier in (HIGH, LOW))
-        self.window_row, self.window_token, window_rank = _window_tokens(store, layer)
-        window_count = torch.bincount(self.window_row, minlength=rows)
-        longest = int((counts[HIGH] + counts[LOW] + window_count).max())
+        rows = store.rows(layer)
+        high, low = self.tokens = tuple(stored_tokens(rows, tier) for tier in (HIGH, LOW))
+        self.window_row, self.window_token = rows.exact_tokens()
+        high_count, low_count = (count.view(-1).long() for count in rows.counts)
+        outside_window = high_count + low_count
+        window_count = rows.held_count().repeat_interleave(rows.heads)
+        longest = int((outside_window + window_count).max())
         if longest > 0:
-            high, low = self.tokens
-            outside_window = (counts[HIGH] + counts[LOW]).long()
+            index = torch.arange(self.window_row.numel(), device=rows.device)
+            first = window_count.cumsum(0) - window_count
             self.ranks = [
                 (high.row, high.index),
-                (low.row, low.index + counts[HIGH].long()[low.row]),
-                (self.window_row, window_rank + outside_window[self.window_row]),
+                (low.row, low.index + high_count[low.row]),
+                (self.window_row, index + (outside_window - first)[self.window_row]),
             ]
         return longest
 
@@ -247,21 +231,6 @@ class StoredPast:
             part: 0 for high, 1 for low, 2 for the window.
         """
         return received[self.ranks[part]] if self.ranks else received.new_zeros(0)
-
-
-def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns row, token index and rank of each token in a layer's window, sorted by row, then index."""
-    start, end = store.window_start[layer], store.sink_end[layer]
-    count = held_count(store, layer).repeat_interleave(store.num_heads)
-    row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
-    rank = torch.arange(row.numel(), device=store.device) - (count.cumsum(0) - count)[row]
-    request = row // store.num_heads
-    return row, torch.where(rank < end[request], rank, rank + (start - end)[request]), rank
-
-
-def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tensor:
-    """Returns the window slots of exact tokens, given their rows within the layer."""
-    return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
 
 
 def compress(
@@ -282,51 +251,49 @@ def compress(
             return
         check_finite(store, new.key, new.value, new.valid)
         past.find_tokens(store, layer)
-    heads = store.num_heads
-    valid, new_count = new.valid, new.key.shape[2]
     source, offset = new.stored()
     received = None if received is None else received.flatten(0, 1)
-    old_length = store.length[layer].clone()
-    longest = int((store.high_count[layer] + store.low_count[layer]).max()) + new_count + store.window_slots
-    store.ensure_width(longest)
+    rows, new_count = store.rows(layer), new.key.shape[2]
+    store.ensure_width(int((rows.high_count + rows.low_count).max()) + new_count + rows.slots)
     store.update_limit()
-    old_alphas = store.alpha_high[layer].clone(), store.alpha_low[layer].clone()
-    store.length[layer] += new_count if valid is None else valid.sum(-1)
-    length = store.length[layer].repeat_interleave(heads)
-    pages = store.pool.pages
+    # the table may have moved
+    rows = store.rows(layer)
+    old_length, old_alphas = rows.length.clone(), (rows.alpha_high.clone(), rows.alpha_low.clone())
+    rows.length.add_(new_count if new.valid is None else new.valid.sum(-1))
+    length = rows.length.repeat_interleave(rows.heads)
 
     previous, scores = [], []
     if received is not None:
-        for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        for tier, layout in enumerate(rows.tiers):
             tokens = past.tokens[tier]
-            previous.append(segments(pages, layout).scores(tokens.page, tokens.slot))
+            previous.append(segments(rows.pages, layout).scores(tokens.page, tokens.slot))
             scores.append(previous[tier] + past.gather(received, tier))
-    candidates = _candidates(store, layer, past, source, valid, offset, old_length, received)
-    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
-    request = candidates.row // heads
-    in_window = (candidates.position < store.sink_end[layer][request]) | (candidates.position >= start[request])
-    leaving, window = candidates.select(~in_window), candidates.select(in_window)
+    exact = _exact_tokens(rows, past, source, new.valid, offset, old_length, received)
+    start = torch.maximum(rows.window_start, rows.length - store.config.window)
+    request = exact.row // rows.heads
+    in_window = (exact.position < rows.sink_end[request]) | (exact.position >= start[request])
+    leaving, window = exact.select(~in_window), exact.select(in_window)
     levels = decide_levels(store, layer, past.tokens, leaving, scores, length)
     keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
     arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
 
     try:
-        _write_scores(store, past, scores, length)
+        _write_scores(rows, past, scores, length)
         demoted = levels[HIGH] == LOW_LEVEL
-        rewrite_rows(store.ops, store.rows(layer), past.tokens, keep, demoted, arriving, feedback(store, moment))
+        rewrite_rows(store.ops, rows, past.tokens, keep, demoted, arriving, feedback(store, moment))
     except MemoryError:
-        _write_scores(store, past, previous)
-        store.length[layer] = old_length
-        store.alpha_high[layer], store.alpha_low[layer] = old_alphas
+        _write_scores(rows, past, previous)
+        for tensor, old in zip((rows.length, rows.alpha_high, rows.alpha_low), (old_length, *old_alphas)):
+            tensor.copy_(old)
         raise
     if offset is not None:
-        store.key_offset[layer] = offset
-    _fill_window(store, layer, window)
-    store.window_start[layer] = start
+        rows.key_offset.copy_(offset)
+    _fill_window(rows, window)
+    rows.window_start.copy_(start)
     store.forget_bounds()
 
 
-def _write_scores(store: Store, past: StoredPast, scores: list[Tensor], length: Tensor | None = None) -> None:
+def _write_scores(rows: LayerRows, past: StoredPast, scores: list[Tensor], length: Tensor | None = None) -> None:
     """Writes the significance sums of stored tokens.
 
     Args:
@@ -334,14 +301,13 @@ def _write_scores(store: Store, past: StoredPast, scores: list[Tensor], length: 
         length: new length of the rows, int64 [rows], which seeds the rounding; None to restore sums that were read.
     """
     for tier, score in enumerate(scores):
-        layout, tokens = (store.layout.high, store.layout.low)[tier], past.tokens[tier]
+        tokens = past.tokens[tier]
         noise = None if length is None else score_noise(tokens.index, length[tokens.row], tier)
-        segments(store.pool.pages, layout).write_scores(tokens.page, tokens.slot, score, noise)
+        segments(rows.pages, rows.tiers[tier]).write_scores(tokens.page, tokens.slot, score, noise)
 
 
-def _candidates(
-    store: Store,
-    layer: int,
+def _exact_tokens(
+    rows: LayerRows,
     past: StoredPast,
     source: PromptSource,
     valid: Tensor | None,
@@ -356,34 +322,34 @@ def _candidates(
         offset: new key offset of all rows, as `NewPrompt.stored` returns it.
         received: attention received by each key, [rows, P + Q]; None if sums do not grow.
     """
-    heads, new_count = store.num_heads, source.key.shape[2]
-    place = past.window_row, window_slot(store, layer, past.window_row, past.window_token)
-    states = (store.window_key, store.window_value, store.window_score)
-    held_key, held_value, score = (state[layer].flatten(0, 1)[place] for state in states)
+    new_count = source.key.shape[2]
+    place = past.window_row, rows.slots_of(past.window_row, past.window_token)
+    states = (rows.window_key, rows.window_value, rows.window_score)
+    held_key, held_value, score = (state.flatten(0, 1)[place] for state in states)
     if received is not None:
         score = score + past.gather(received, 2)
     if offset is not None:
-        shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
+        shift = (offset - rows.key_offset).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
     window = NewTokens.of(past.window_row, DenseTokens(held_key, held_value), score, past.window_token)
     if valid is None:
-        valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
+        valid = torch.ones(rows.batch, new_count, dtype=torch.bool, device=rows.device)
     position = old_length[:, None] + valid.cumsum(-1) - 1
-    row, column = valid.repeat_interleave(heads, dim=0).nonzero(as_tuple=True)
+    row, column = valid.repeat_interleave(rows.heads, dim=0).nonzero(as_tuple=True)
     if received is None:
-        new_score = torch.zeros(row.shape, device=store.device)
+        new_score = torch.zeros(row.shape, device=rows.device)
     else:
         new_score = received[row, received.shape[1] - new_count + column]
-    new_position = position[row // heads, column]
+    new_position = position[row // rows.heads, column]
     return window.merge(NewTokens(row, new_score, new_position, (source,), row * new_count + column))
 
 
-def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
-    slot = window_slot(store, layer, tokens.row, tokens.position)
+def _fill_window(rows: LayerRows, tokens: NewTokens) -> None:
+    slot = rows.slots_of(tokens.row, tokens.position)
     key, value = tokens.read(slice(None))
-    states = (store.window_key, store.window_value, store.window_score)
+    states = (rows.window_key, rows.window_value, rows.window_score)
     for state, given in zip(states, (key, value, tokens.score)):
-        state[layer].flatten(0, 1)[tokens.row, slot] = given.to(state.dtype)
+        state.flatten(0, 1)[tokens.row, slot] = given.to(state.dtype)
 
 
 def decide_levels(
@@ -409,22 +375,16 @@ def decide_levels(
     if not store.layout.selects:
         of_row = torch.where(store.low_heads[layer], LOW_LEVEL, HIGH_LEVEL).to(torch.int8).view(-1)
         return tuple(of_row[row] for row in (stored[HIGH].row, stored[LOW].row, leaving.row))
-    tokens = _tokens(store, stored, leaving, scores, length)
-    shape = store.alpha_high[layer].shape
-    alphas = (store.alpha_high[layer], store.alpha_low[layer])
-    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
-    outside = start - store.sink_end[layer]
-    rows = ForwardRows(
-        store.layers[layer],
-        store.total_layers,
-        length,
-        outside.repeat_interleave(store.num_heads),
-        *(alpha.reshape(-1) for alpha in alphas),
-    )
-    decided = store.policy.levels(tokens, rows)
+    rows = store.rows(layer)
+    tokens = _tokens(rows, stored, leaving, scores, length)
+    alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
+    start = torch.maximum(rows.window_start, rows.length - store.config.window)
+    outside = (start - rows.sink_end).repeat_interleave(rows.heads)
+    state = ForwardRows(store.layers[layer], store.total_layers, length, outside, *alphas)
+    decided = store.policy.levels(tokens, state)
     for alpha, changed in zip(alphas, (decided.alpha_high, decided.alpha_low)):
         if changed is not None:
-            alpha.copy_(changed.view(shape))
+            alpha.copy_(changed)
     level = torch.minimum(decided.level, tokens.level)
     if store.config.max_bytes is not None:
         level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
@@ -432,23 +392,15 @@ def decide_levels(
 
 
 def _tokens(
-    store: Store,
+    rows: LayerRows,
     stored: tuple[StoredTokens, StoredTokens],
     leaving: NewTokens,
     scores: Sequence[Tensor],
     length: Tensor,
 ) -> Tokens:
-    rows, positions = [], []
-    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
-        page, slot = stored[tier].page, stored[tier].slot
-        rows.append(stored[tier].row)
-        positions.append(segments(store.pool.pages, layout).positions(page, slot).long())
-    rows.append(leaving.row)
-    levels = [torch.full_like(row, n, dtype=torch.int8) for row, n in zip(rows, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
-    row, position = torch.cat(rows), torch.cat([*positions, leaving.position])
-    return Tokens(
-        row,
-        mean_significance(torch.cat([*scores, leaving.score]), position, length[row]),
-        position,
-        torch.cat(levels),
-    )
+    row = torch.cat([stored[HIGH].row, stored[LOW].row, leaving.row])
+    position = torch.cat([*(token_positions(rows, tier, stored[tier]) for tier in (HIGH, LOW)), leaving.position])
+    parts = zip((*stored, leaving), (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))
+    level = torch.cat([torch.full_like(part.row, level, dtype=torch.int8) for part, level in parts])
+    mean = mean_significance(torch.cat([*scores, leaving.score]), position, length[row])
+    return Tokens(row, mean, position, level)

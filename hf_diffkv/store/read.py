@@ -13,7 +13,7 @@ from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PADDING_LEVEL, 
 from ..pages.segments import segments
 from .compaction import settle
 from .state import Store
-from .transform import exact_tokens, held_count, model_form, model_keys
+from .transform import model_form, model_keys
 
 
 class IntegrityError(RuntimeError):
@@ -64,7 +64,7 @@ def levels(store: Store, layer: int) -> Tensor:
     for tier, level in ((HIGH, HIGH_LEVEL), (LOW, LOW_LEVEL)):
         tokens = stored_tokens(store.rows(layer), tier)
         by_index[tokens.row, token_positions(store.rows(layer), tier, tokens)] = level
-    _, row, position = exact_tokens(store, layer)
+    row, position = store.rows(layer).exact_tokens()
     by_index[row, position] = WINDOW_LEVEL
     for rows, position, _, _ in _recorded_tokens(store, layer):
         by_index[rows, position] = WINDOW_LEVEL
@@ -74,27 +74,28 @@ def levels(store: Store, layer: int) -> Tensor:
 
 def read_tokens(store: Store, layer: int) -> LayerTokens:
     """Reads keys, values, sums and levels of one layer."""
-    level = levels(store, layer)
+    level, rows = levels(store, layer), store.rows(layer)
     dtype = compute_dtype(store.dtype)
     keys = _by_index(store, torch.zeros(store.key_dim, dtype=dtype))
     values = _by_index(store, torch.zeros(store.value_dim, dtype=dtype))
     score = _by_index(store, torch.zeros(()))
-    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
-        tokens = stored_tokens(store.rows(layer), tier)
-        view = segments(store.pool.pages, layout)
-        position = token_positions(store.rows(layer), tier, tokens)
-        tier_keys, tier_values = store.ops.load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
+    for tier, layout in enumerate(rows.tiers):
+        tokens = stored_tokens(rows, tier)
+        view = segments(rows.pages, layout)
+        position = token_positions(rows, tier, tokens)
+        tier_keys, tier_values = store.ops.load_tokens(rows.pages, layout, tokens.page, tokens.slot, store.dtype)
         keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
         score[tokens.row, position] = view.scores(tokens.page, tokens.slot)
-    slot, row, position = exact_tokens(store, layer)
-    keys[row, position] = store.window_key[layer].flatten(0, 1)[row, slot].to(dtype)
-    values[row, position] = store.window_value[layer].flatten(0, 1)[row, slot].to(dtype)
-    score[row, position] = store.window_score[layer].flatten(0, 1)[row, slot]
+    row, position = rows.exact_tokens()
+    slot = rows.slots_of(row, position)
+    keys[row, position] = rows.window_key.flatten(0, 1)[row, slot].to(dtype)
+    values[row, position] = rows.window_value.flatten(0, 1)[row, slot].to(dtype)
+    score[row, position] = rows.window_score.flatten(0, 1)[row, slot]
     # in the model's channels
     keys, values = (part.unflatten(0, (store.batch_size, store.num_heads)) for part in (keys, values))
     keys, values = model_keys(store, layer, keys).flatten(0, 1), model_form(store, values).flatten(0, 1)
-    for rows, position, recorded_keys, recorded_values in _recorded_tokens(store, layer):
-        keys[rows, position], values[rows, position] = recorded_keys.to(dtype), recorded_values.to(dtype)
+    for row, position, recorded_keys, recorded_values in _recorded_tokens(store, layer):
+        keys[row, position], values[row, position] = recorded_keys.to(dtype), recorded_values.to(dtype)
     absent = level <= PRUNED_LEVEL
     return LayerTokens(
         _to_logical(store, keys).masked_fill(absent[..., None], 0),
@@ -109,14 +110,14 @@ def payload(store: Store) -> Payload:
     settle(store)
     none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
     recorded = torch.stack([none if r is None else r.real().sum(-1) for r in store.recorded])
-    window = (held_count(store) + recorded)[..., None].expand_as(store.high_count)
+    window = (store.all_rows().held_count().view(recorded.shape) + recorded)[..., None].expand_as(store.high_count)
     return Payload(store.high_count.long(), store.low_count.long(), window, store.length + recorded)
 
 
 def check_integrity(store: Store) -> None:
     """Raises `IntegrityError` unless page ownership, counts, tables and positions agree."""
     settle(store)
-    store.check_values()
+    store.look()
     rows = store.num_layers * store.batch_size * store.num_heads
     table = store.table.table.view(rows, -1)
     width = table.shape[1]

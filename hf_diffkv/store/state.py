@@ -414,24 +414,20 @@ class Store:
                 "16 bits cannot hold; use metadata_bits=32."
             )
 
-    def check_values(self) -> None:
-        """Looks at the device and raises the errors that were found there since the last look.
+    def look(self, *tensors: Tensor) -> list[np.ndarray]:
+        """Reads tensors on the store's device as `read_together` does, and what went wrong there since the last look.
 
         Raises:
             ValueError: a decode step, or a prompt stored by kernels, had keys or values that are not finite; or the
                 mask of a decode step did not match the stored tokens.
             RuntimeError: a compaction found too few free pages.
         """
-        self.look()
-
-    def look(self, *tensors: Tensor) -> list[np.ndarray]:
-        """Reads tensors on the store's device as `read_together` does. Raises as `check_values` does."""
         *arrays, invalid, changed_past, flag = read_together(*tensors, self.invalid, self.changed_past, self.flag)
         self.raise_for(bool(invalid), bool(changed_past), bool(flag))
         return arrays
 
     def raise_for(self, invalid: bool, changed_past: bool, flag: bool) -> None:
-        """Raises as `check_values` does."""
+        """Raises as `look` does."""
         if invalid:
             raise ValueError(self.value_message())
         if changed_past:

@@ -17,7 +17,6 @@ from .forks import make_private
 from .lowering import make_room_for_steps
 from .prompt_kernels import pages_of
 from .state import Store
-from .transform import is_whole
 
 # steps whose compaction may be pending when the host looks at the device
 PENDING_STEPS = 1
@@ -27,7 +26,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     """Starts a forward of `tokens` new tokens: runs a pending compaction and makes room.
 
     Raises:
-        ValueError: pages cannot hold positions that large, or see `Store.check_values`.
+        ValueError: pages cannot hold positions that large, or see `Store.look`.
         MemoryError: there is no room; the cache is unchanged.
     """
     make_private(store)
@@ -36,7 +35,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     store.forward = None
     store.lowering.begin()
     if tokens > 1 and not store.stores_by_kernel:
-        store.check_values()
+        store.look()
     if _generates(store, tokens):
         prepare_step(store)
     store.seen += tokens
@@ -77,7 +76,8 @@ def refresh(store: Store) -> None:
     lookahead = store.refresh_steps + PENDING_STEPS
     has_low = store.may_lower()
     # whether the first token of some row can leave its window before the next refresh
-    leaves = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()
+    rows = store.all_rows()
+    leaves = (rows.is_whole() & (rows.length - rows.window_start > store.config.window - lookahead)).any()
     free = store.pool.free_list.state[FREE]
     high, low, has_low, leaves, free = store.look(store.high_count, store.low_count, has_low, leaves, free)
     has_low = has_low.astype(bool)

@@ -26,53 +26,10 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import compute_dtype
-from ..ops.rotation import center_windows, tokens_at_once
+from ..ops.rotation import tokens_at_once
 from ..ops.table import Ops
-from ..pages import EarlierTokens, rows
+from ..pages import EarlierTokens
 from .state import Store
-
-ALL = slice(None)
-
-
-def is_whole(store: Store, layer: int | slice = ALL) -> Tensor:
-    """Returns a mask of requests with no token outside the window, bool [layers, batch], or [batch] for one layer."""
-    return store.window_start[layer] == store.sink_end[layer]
-
-
-def held_tokens(store: Store, layer: int | slice = ALL) -> Tensor:
-    """Returns the token in each window slot, -1 for none; int64 [layers, batch, slots], or [batch, slots]."""
-    state = (store.window_start[layer], store.length[layer], store.sink_end[layer])
-    return rows.held_tokens(*state, store.sink_slots, store.window_slots)
-
-
-def held_count(store: Store, layer: int | slice = ALL) -> Tensor:
-    """Returns the number of exact tokens, int64 [layers, batch], or [batch] for one layer."""
-    return rows.held_count(store.window_start[layer], store.length[layer], store.sink_end[layer])
-
-
-def slots_of(store: Store, position: Tensor, sink_end: Tensor) -> Tensor:
-    """Returns the window slots of exact tokens.
-
-    Args:
-        position: index of each token among its request's real tokens, int64.
-        sink_end: `sink_end` of each token's request, int64, broadcastable to `position`.
-    """
-    return rows.slots_of(position, sink_end, store.sink_slots, store.window_slots)
-
-
-def exact_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns slot, row and token index of one layer's exact tokens, int64 [n] each."""
-    token = held_tokens(store, layer).repeat_interleave(store.num_heads, dim=0)
-    row, slot = (token >= 0).nonzero(as_tuple=True)
-    return slot, row, token[row, slot]
-
-
-def center_rows(store: Store) -> None:
-    """Fixes the key offset of rows whose first token is about to leave the window (see the module docstring)."""
-    due = is_whole(store) & (store.length - store.window_start > store.config.window)
-    for layer in store.uncentered:
-        due[layer] = False
-    center_windows(store.window_key, held_tokens(store) >= 0, store.key_offset, due)
 
 
 def stored_form(store: Store, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,16 +156,16 @@ class NewPrompt:
         # `seen` is no less than any row's length
         if not store.config.center or layer in store.uncentered or store.seen <= window + store.sink_slots:
             return None
-        held = store.length[layer]
-        length = held + (self.key.shape[2] if self.valid is None else self.valid.sum(-1))
-        due = is_whole(store, layer) & (length - store.window_start[layer] > window)
+        rows = store.rows(layer)
+        length = rows.length + (self.key.shape[2] if self.valid is None else self.valid.sum(-1))
+        due = rows.is_whole() & (length - rows.window_start > window)
         if not bool(due.any()):
             return None
-        offset = store.key_offset[layer]
+        offset = rows.key_offset
         total = store.ops.rotate(self._sum_of_keys(offset.dtype), store.key_rotation)[:, :, 0]
-        in_window = held_tokens(store, layer) >= 0
-        before = store.window_key[layer].to(offset.dtype).masked_fill(~in_window[:, None, :, None], 0.0).sum(2)
-        mean = (total + before + held[:, None, None] * offset) / length.clamp(min=1)[:, None, None]
+        in_window = rows.held_tokens() >= 0
+        before = rows.window_key.to(offset.dtype).masked_fill(~in_window[:, None, :, None], 0.0).sum(2)
+        mean = (total + before + rows.length[:, None, None] * offset) / length.clamp(min=1)[:, None, None]
         return torch.where(due[:, None, None], mean, offset)
 
     def _sum_of_keys(self, dtype: torch.dtype) -> Tensor:

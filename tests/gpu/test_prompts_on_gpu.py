@@ -6,14 +6,14 @@ import pytest
 import torch
 from chosen_ops import rotate
 from device_waits import no_waits
-from given_stores import new_store
+from given_stores import attend_prompt, new_store
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_prompt, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import begin_forward, check_integrity, read_tokens
 
 
 def relative(got: Tensor, expected: Tensor) -> float:

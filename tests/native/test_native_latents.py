@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from given_stores import attend_prompt, attend_step
 from torch import Tensor
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import KVHeads, Store, attend_prompt, attend_step, begin_forward, read_tokens
+from hf_diffkv.store import KVHeads, Store, begin_forward, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 SCALING = 0.2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend_prompt, attend_step, new_store
 from native_code import needs_native
 from simulated_storage import rotation
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_prompt, attend_step, begin_forward, read_tokens
+from hf_diffkv.store import begin_forward, read_tokens
 from hf_diffkv.store.step import refresh
 
 pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]

@@ -8,13 +8,14 @@ import policy_simulation as rules
 import pytest
 import torch
 from dense_simulation import PRUNED, Rule
+from given_stores import attend_prompt
 from test_compressed import Pair, left_padding
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.policy import POLICIES, Policy, register_policy
 from hf_diffkv.policy.leankv import rank_in_rows
-from hf_diffkv.store import attend_prompt, begin_forward, read_tokens
+from hf_diffkv.store import begin_forward, read_tokens
 
 WINDOW_TOKENS = 12
 PLACE = (1, 5)

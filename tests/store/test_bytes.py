@@ -232,7 +232,7 @@ PEAK = """
 import torch
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import KVHeads, Store, attend_prompt, begin_forward
+from hf_diffkv.store import KVHeads, PromptAttention, Store, begin_forward
 
 torch.set_num_threads(1)
 LAYERS, HEADS, TOKENS, DIM = 25, 4, 1024, 128
@@ -249,7 +249,7 @@ begin_forward(store, TOKENS)
 store.padding.append(TOKENS, None)
 for layer in range(LAYERS):
     query, key, value = (torch.randn(1, HEADS, TOKENS, DIM).to(torch.bfloat16) for _ in range(3))
-    attend_prompt(store, layer, query, key, value, softmax=Softmax(DIM**-0.5))
+    PromptAttention(store, layer, key, value).attend(query, Softmax(DIM**-0.5))
     if layer == 0:
         # what one layer costs while it runs is in this figure; all that follows is kept
         first_peak, first_bytes = peak(), store.pool.bytes

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from dense_simulation import LayerSimulation, Rule
-from given_stores import new_store
+from given_stores import attend_prompt, attend_step, new_store
 from simulated_storage import SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
@@ -18,7 +18,7 @@ from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW
 from hf_diffkv.pages.segments import segments
-from hf_diffkv.store import attend_prompt, attend_step, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import interpreted  # noqa: F401
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend_prompt, attend_step, new_store
 from launches import Launches
 from test_compressed import left_padding
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_prompt, attend_step, begin_forward, check_integrity
+from hf_diffkv.store import begin_forward, check_integrity
 
 LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_low=0.1, window=4, center=False)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend_prompt, new_store
 from native_code import needs_native
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +16,7 @@ from hf_diffkv import DiffKVConfig
 from hf_diffkv.ops import rotation
 from hf_diffkv.ops.compact import rewrite
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_prompt, begin_forward
+from hf_diffkv.store import Store, begin_forward
 
 HEADS, GROUP, DIM = 8, 2, 128
 TOKENS = 1536

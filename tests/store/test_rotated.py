@@ -325,7 +325,7 @@ def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
         if steps:
             begin(pair.store, 1)
             attend(pair.store, 0, (pair.draw(1, 1), pair.draw(1, 1), draw(1, 1)), Softmax(0.25))
-            pair.store.check_values()
+            pair.store.look()
         else:
             pair.forward(20)
     assert not pair.store.high_count.any()

@@ -6,7 +6,7 @@ import interpreted  # noqa: F401
 import pytest
 import thresholds_oracle
 import torch
-from given_stores import new_store
+from given_stores import attend_prompt, new_store
 from launches import FIRST_READS, turns_of_layers
 from test_compressed import Pair, left_padding
 from test_rotated import RotatedPair, RotatedSharedPair
@@ -15,7 +15,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import FreeList
-from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity, prompt
+from hf_diffkv.store import Store, begin_forward, check_integrity, prompt
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 448}
 
@@ -151,9 +151,9 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
         with use_backend("reference"):
             attend_prompt(store, 0, query, key, value, softmax=Softmax(0.25))
         if not wrong:
-            store.check_values()
+            store.look()
     with pytest.raises(ValueError, match="NaN, infinite or beyond 32752"):
-        store.check_values()
+        store.look()
 
 
 @pytest.mark.parametrize("fields", [{"rotate": True, "center": True, "metadata_bits": 16}, {}], ids=str)

@@ -6,7 +6,7 @@ import interpreted  # noqa: F401
 import pytest
 import torch
 import uniform_oracle
-from given_stores import new_store
+from given_stores import attend_prompt, new_store
 from launches import FIRST_READS, turns_of_layers
 from simulated_storage import rotation
 from test_compressed import left_padding
@@ -15,7 +15,7 @@ from test_rotated import RotatedPair, held_offset
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_prompt, begin_forward, check_integrity
+from hf_diffkv.store import Store, begin_forward, check_integrity
 
 K5V3 = Precision(5, 3)
 FEW_BITS = {"high": Precision(4, 3, 2, 1), "low": Precision(4, 3, 2, 1), "sinks": 2}
@@ -98,7 +98,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
             valid=valid,
         )
     with pytest.raises(ValueError, match="NaN, infinite or beyond 16376"):
-        store.check_values()
+        store.look()
 
 
 @pytest.mark.parametrize("name", ["balanced", "quality"])

@@ -18,8 +18,8 @@ from hf_diffkv.heads.harm import Harm
 from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store.compaction import settle
-from hf_diffkv.store.decode import attend_step
-from hf_diffkv.store.prompt import attend_prompt
+from hf_diffkv.store.decode import StepAttention
+from hf_diffkv.store.prompt import PromptAttention
 from hf_diffkv.store.state import Store
 
 from .ranks import OtherPart, other_parts
@@ -458,9 +458,9 @@ class Slots:
             if slot in self.failures:
                 continue
             mine = slice(at, at + tokens)
-            inputs = [tensor[:, :, mine] for tensor in (query, key, value)]
+            asked, *new = (tensor[:, :, mine] for tensor in (query, key, value))
             try:
-                output[:, :, mine] = attend_prompt(part.staged[slot], place, *inputs, softmax)
+                output[:, :, mine] = PromptAttention(part.staged[slot], place, *new).attend(asked, softmax)
             except (ValueError, MemoryError) as error:
                 self.failures[slot] = error
         return output
@@ -476,7 +476,8 @@ class Slots:
             [slots, query_heads, 1, value_dim] in the query's dtype.
         """
         part, place = self._places[layer]
-        return attend_step(part.store, place, *rows, softmax, stepping)
+        query, key, value = rows
+        return StepAttention(part.store, place, key, value, stepping).attend(query, softmax)
 
     def only_steps(self) -> list[int]:
         """Slots of the running forward, where each has one token after others and no key is centred."""

@@ -23,7 +23,7 @@ from hf_diffkv.config.layers import layer_configs
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.rows import ROW_STATE
-from hf_diffkv.store import Store, attend_prompt, attend_step, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import PromptAttention, StepAttention, Store, begin_forward, check_integrity, read_tokens
 
 LAYERS, HEADS, GROUP, DIM, SLOTS, LONGEST = 2, 2, 2, 8, 4, 120
 SETTINGS = settings(max_examples=6, stateful_step_count=12, derandomize=True, deadline=None, database=None)
@@ -102,8 +102,9 @@ class Request:
         for layer, store in enumerate(self.alone):
             seen = store.seen
             begin_forward(store, tokens)
-            attend = attend_step if tokens == 1 and seen else attend_prompt
-            outputs[layer] = attend(store, 0, *inputs[layer], softmax=Softmax(0.4))
+            query, *new = inputs[layer]
+            attention = StepAttention if tokens == 1 and seen else PromptAttention
+            outputs[layer] = attention(store, 0, *new).attend(query, Softmax(0.4))
             store.padding.append(tokens, None)
         return outputs
 

@@ -136,15 +136,15 @@ def several_of_each(model: PreTrainedModel) -> list[list[int]]:
 
 def one_request_fails_on_one_rank(model: PreTrainedModel) -> list[tuple[str | None, int]]:
     """Error and generated tokens of each request; the second one cannot go on where the rank is 1."""
-    attend = slots_module.attend_prompt
+    attention = slots_module.PromptAttention
 
-    def fails(store: Any, layer: int, query: Any, *args: Any) -> Any:
-        if dist.get_rank() == 1 and query.shape[2] == 40:
+    def fails(store: Any, layer: int, key: Any, value: Any) -> Any:
+        if dist.get_rank() == 1 and key.shape[2] == 40:
             raise ValueError("cannot be stored")
-        return attend(store, layer, query, *args)
+        return attention(store, layer, key, value)
 
     with pytest.MonkeyPatch.context() as patch, watched():
-        patch.setattr(slots_module, "attend_prompt", fails)
+        patch.setattr(slots_module, "PromptAttention", fails)
         options = ContinuousBatchingConfig(max_batch_tokens=512)
         outputs = model.generate_batch(prompts((20, 40, 60)), wanted(LOSSY, AMPLE), options)
     return [(output.error, len(output.generated_tokens)) for output in outputs.values()]
