@@ -192,8 +192,10 @@ bench-gpu: $(READY)
 gpu-first-run: $(READY)
 	$(BIN)/python benchmarks/gpu_first_run.py $(if $(PARTS),--parts $(PARTS))
 
+# ARCHITECTURE=latent makes tiny-lm cache latents, in 60 steps (docs/latent.md).
 train-tiny-lm: $(DEMO_READY)
-	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm
+	$(BIN)/python examples/train_tiny_lm.py $(if $(filter latent,$(ARCHITECTURE)),--architecture latent --steps 60 \
+		--tokens 512 --output build/tiny-latent,--output build/tiny-lm)
 
 clean:
 	rm -rf build dist demo_output *.egg-info packages/*/*.egg-info packages/*/build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,11 +1,12 @@
 """Train tiny-lm from scratch on a CPU, and watch it recall facts through a dense and through a compressed KV cache.
 
     python examples/train_tiny_lm.py --output tiny-lm --minutes 20 --max-length 320
+    python examples/train_tiny_lm.py --output tiny-latent --architecture latent --steps 60 --tokens 512
     python examples/train_tiny_lm.py --eval-only examples/models/tiny-lm --characters 256
 
 A model that cannot look back has nothing to lose from a compressed cache, so the curriculum is about looking back:
 copying alone until it is exact, then recall and chained sums on short rows, then longer rows, and library source last
-(see tiny_lm_data.py).
+(see tiny_lm_data.py). The latent model is made of tiny-lm's weights and only tuned (see tiny_lm_latent.py).
 
 What it took: the first command with `--threads 1`, on a virtual machine with 2 cores of an Intel Xeon with AMX, reached
 tasks at 96 characters within 6 minutes, and at 601 s (step 1,244, tasks and text at 320 characters) recalled 0.97 of 32

@@ -1,6 +1,6 @@
 """`hf-diffkv evaluate` with tasks that models of one character a token know: facts of tiny-lm, and library source.
 
-    python examples/train_tiny_lm.py --architecture latent --output build/tiny-latent --steps 150
+    python examples/train_tiny_lm.py --architecture latent --output build/tiny-latent --steps 60 --tokens 512
     python benchmarks/quality/tiny_tasks.py --model build/tiny-latent --tasks tiny-recall,tiny-source \\
         --methods dense,diffkv:K8V8,diffkv:K8V4 --output build/eval
 
