@@ -246,9 +246,18 @@ def test_forks_lower_on_their_own(model: PreTrainedModel) -> None:
     assert_within(other)
     assert count(other.cache) > low == count(run.cache)
     assert all(map(torch.equal, before, contents(run.cache)))
+    run.steps(tokens(3, 60))
+    assert_within(run)
+    assert count(run.cache) > low
+
+
+def test_copies_go_on_alike(model: PreTrainedModel) -> None:
+    run = started(model, LENGTHS, budget(210_000))
+    run.steps(tokens(3, 20))
     twin = run.on(copy.deepcopy(run.cache))
-    assert torch.equal(run.steps(tokens(3, 60)), twin.steps(tokens(3, 60)))
-    assert_same_tokens(run.cache, other.cache)
+    assert torch.equal(run.steps(tokens(3, 40, 2)), twin.steps(tokens(3, 40, 2)))
+    assert_same_tokens(run.cache, twin.cache)
+    assert count(run.cache) > 0 and all(map(torch.equal, lowered(run.cache), lowered(twin.cache)))
 
 
 def test_saved_caches_go_on_where_they_were(model: PreTrainedModel, tmp_path: Path) -> None:
