@@ -189,13 +189,21 @@ def test_rows_of_all_stores_are_lowered_by_harm_for_each_byte(model: PreTrainedM
 
 
 def test_what_is_full_and_what_is_final_is_said_once(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "hf_diffkv"):
-        run = started(model, LENGTHS, budget(200_000))
-        with pytest.raises(MemoryError):
-            run.steps(tokens(3, 900))
-    full, final = [record.getMessage() for record in caplog.records]
-    assert "heads are lowered from K8V8/K6V5 to K5V4/K4V3/K3V2, the least harmful ones first" in full
-    assert final.startswith("all is at K5V4/K4V3/K3V2, room for about ")
+    finals = 0
+    for limit in (192_000, 196_000, 200_000, 204_000):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "hf_diffkv"):
+            run = started(model, LENGTHS, budget(limit))
+            with pytest.raises(MemoryError):
+                run.steps(tokens(3, 900))
+        full, *final = [record.getMessage() for record in caplog.records]
+        assert "heads are lowered from K8V8/K6V5 to K5V4/K4V3/K3V2, the least harmful ones first" in full
+        # not where the last rows do not suffice for the next look
+        said = all(bool((low | torch.from_numpy(kept)).all()) for low, kept in zip(lowered(run.cache), KEPT))
+        assert len(final) == said
+        assert all(line.startswith("all is at K5V4/K4V3/K3V2, room for about ") for line in final)
+        finals += said
+    assert finals
 
 
 def test_room_is_what_still_fits(model: PreTrainedModel) -> None:
@@ -315,4 +323,6 @@ def test_measured_models_have_it_by_themselves(
         run.steps(tokens(3, 2000))
     assert_within(run)
     finals = [[precision.full_name for precision in layer] for layer in cache.config.head_precisions]
-    assert [list(layer.precisions) for layer in cache.memory().layers] == finals
+    # a look makes room for nine tokens or for none, so that some rows may be left
+    ends = [[name.split("/")[-1] for name in layer.precisions] for layer in cache.memory().layers]
+    assert ends == finals
