@@ -409,7 +409,8 @@ class Stores:
         """
         if self.config.max_bytes is None:
             return
-        if store.lowering.together and store.steps_left > 0 and not more_requests and not store.recording:
+        known = store.lowering.together and store.steps_left > 0 and store.twins is None
+        if known and not more_requests and not store.recording:
             # nothing grows before the next look, and what it needs is known by then
             return
         stores = self._on(store.device)

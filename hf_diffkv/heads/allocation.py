@@ -311,7 +311,10 @@ class _Problem:
 
     def stores(self, solution: _Solution) -> set[Kind]:
         """Returns the kinds that need a store each."""
-        return _stores({self.kind_of(layer) for layer in solution.places})
+        kinds = _stores({self.kind_of(layer) for layer in solution.places})
+        # a layer that ends where it begins may be in the store of any that begins there
+        alone = frozenset(self.beginnings[:1])
+        return kinds - {alone} | {alone | {self.least}} if alone in kinds and alone else kinds
 
     def allocation(self, solution: _Solution) -> Allocation:
         taken = sum(sizes[place] for sizes, places in zip(self.bytes, solution.places) for place in places)

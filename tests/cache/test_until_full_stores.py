@@ -189,13 +189,21 @@ def test_rows_of_all_stores_are_lowered_by_harm_for_each_byte(model: PreTrainedM
 
 
 def test_what_is_full_and_what_is_final_is_said_once(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "hf_diffkv"):
-        run = started(model, LENGTHS, budget(200_000))
-        with pytest.raises(MemoryError):
-            run.steps(tokens(3, 900))
-    full, final = [record.getMessage() for record in caplog.records]
-    assert "heads are lowered from K8V8/K6V5 to K5V4/K4V3/K3V2, the least harmful ones first" in full
-    assert final.startswith("all is at K5V4/K4V3/K3V2, room for about ")
+    finals = 0
+    for limit in (192_000, 196_000, 200_000, 204_000):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "hf_diffkv"):
+            run = started(model, LENGTHS, budget(limit))
+            with pytest.raises(MemoryError):
+                run.steps(tokens(3, 900))
+        full, *final = [record.getMessage() for record in caplog.records]
+        assert "heads are lowered from K8V8/K6V5 to K5V4/K4V3/K3V2, the least harmful ones first" in full
+        # not where the last rows do not suffice for the next look
+        said = all(bool((low | torch.from_numpy(kept)).all()) for low, kept in zip(lowered(run.cache), KEPT))
+        assert len(final) == said
+        assert all(line.startswith("all is at K5V4/K4V3/K3V2, room for about ") for line in final)
+        finals += said
+    assert finals
 
 
 def test_room_is_what_still_fits(model: PreTrainedModel) -> None:
@@ -246,9 +254,18 @@ def test_forks_lower_on_their_own(model: PreTrainedModel) -> None:
     assert_within(other)
     assert count(other.cache) > low == count(run.cache)
     assert all(map(torch.equal, before, contents(run.cache)))
+    run.steps(tokens(3, 60))
+    assert_within(run)
+    assert count(run.cache) > low
+
+
+def test_copies_go_on_alike(model: PreTrainedModel) -> None:
+    run = started(model, LENGTHS, budget(210_000))
+    run.steps(tokens(3, 20))
     twin = run.on(copy.deepcopy(run.cache))
-    assert torch.equal(run.steps(tokens(3, 60)), twin.steps(tokens(3, 60)))
-    assert_same_tokens(run.cache, other.cache)
+    assert torch.equal(run.steps(tokens(3, 40, 2)), twin.steps(tokens(3, 40, 2)))
+    assert_same_tokens(run.cache, twin.cache)
+    assert count(run.cache) > 0 and all(map(torch.equal, lowered(run.cache), lowered(twin.cache)))
 
 
 def test_saved_caches_go_on_where_they_were(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -306,4 +323,6 @@ def test_measured_models_have_it_by_themselves(
         run.steps(tokens(3, 2000))
     assert_within(run)
     finals = [[precision.full_name for precision in layer] for layer in cache.config.head_precisions]
-    assert [list(layer.precisions) for layer in cache.memory().layers] == finals
+    # a look makes room for nine tokens or for none, so that some rows may be left
+    ends = [[name.split("/")[-1] for name in layer.precisions] for layer in cache.memory().layers]
+    assert ends == finals
