@@ -6,7 +6,7 @@ import collections.abc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
 import torch
@@ -45,6 +45,8 @@ class CacheRun:
         held: points of the memory line from (0, 0) on: tokens per layer, the mean over all layers, and bytes of the
             cache at that time.
         cache_bytes: bytes of the cache at the end.
+        rungs: of each compressed layer, the share of its rows at the precise rung; empty if rows are not lowered.
+        max_bytes: budget of the cache; None without one.
     """
 
     text: str = ""
@@ -53,6 +55,8 @@ class CacheRun:
     layers: int = 0
     held: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     cache_bytes: int = 0
+    rungs: tuple[float, ...] = ()
+    max_bytes: int | None = None
 
     @property
     def prompt_seconds(self) -> float:
@@ -173,6 +177,13 @@ class Generator:
             raise InputError(str(error)) from error
         return name
 
+    def limit_to(self, max_bytes: int | str) -> None:
+        """Gives the caches of all settings a budget, in bytes or as a share such as "80%" of what is free."""
+        self.settings = {
+            name: replace(setting, config=replace(setting.config, max_bytes=max_bytes))
+            for name, setting in self.settings.items()
+        }
+
     def prepare(self, entered: Entered) -> Request:
         """Checks what the visitor entered.
 
@@ -212,10 +223,12 @@ class Generator:
             dense.cache_bytes = bytes_of_layers(cache)
             cache = DiffKVCache(self.model.config, task.config)
             for _ in self._follow(compressed, task, cache, held_bytes):
+                compressed.max_bytes = budget_in_bytes(cache)
                 yield dense, compressed, None
         except EXPECTED_ERRORS as error:
             raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
         memory = cache.memory()
+        compressed.max_bytes, compressed.rungs = memory.max_bytes, precise_shares(memory)
         compressed.cache_bytes = memory.bytes
         pieces = task.pieces + pieces_of_ids(self.tokenizer, compressed.tokens[:-1], skip_special_tokens=True)
         selects = task.config.selects
@@ -259,6 +272,22 @@ class Generator:
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def precise_shares(memory: MemoryReport) -> tuple[float, ...]:
+    """Returns the share of rows at the precise rung, by compressed layer; empty if rows are not lowered."""
+    if memory.until_full is None:
+        return ()
+    return tuple(
+        sum(name == memory.until_full for name in layer.precisions) / len(layer.precisions) for layer in memory.layers
+    )
+
+
+def budget_in_bytes(cache: DiffKVCache) -> int | None:
+    """Returns the budget of a cache that holds tokens; None without one, or before the first tokens."""
+    stores = cache.stores.all
+    max_bytes = stores[0].config.max_bytes if stores else None
+    return None if max_bytes is None else int(max_bytes)
 
 
 def load(name: str | None) -> tuple[Generator, str]:

@@ -23,6 +23,7 @@ ON_LOAD = """element.addEventListener('click', event => {
     if (head) trigger('click', {place: [Number(head.dataset.layer), Number(head.dataset.head)]});
 });"""
 BLUE = style_of("DiffKV").colour
+PALE = "#cfe3f1"
 
 
 def place_in(result: Result, place: Place) -> Place:
@@ -37,6 +38,8 @@ def overview(result: Result, chosen: Place) -> str:
     """The one picture for a setting: levels by head with the head `chosen`, bits by head, or the bits of all."""
     if result.selects:
         return _levels(result, chosen)
+    if result.compressed.rungs:
+        return _rungs(result)
     names = {name for layer in result.memory.layers for name in layer.precisions}
     return _bits_of_heads(result) if len(names) > 1 else _bits_of_all(names.pop(), result.element_bits)
 
@@ -85,6 +88,30 @@ def _bits_of_heads(result: Result) -> str:
         _note(f"How many bits every head keeps. {note} K6V4 is 6 bits for an element of a key, 4 of a value.")
         + _grid(result, cells)
         + _legend(colours.values(), heads)
+    )
+
+
+def _rungs(result: Result) -> str:
+    """A bar for each layer: the share of its heads that have the precise bits still, and the others above it."""
+    memory, shares = result.memory, result.compressed.rungs
+    names = {name for layer in memory.layers for name in layer.precisions}
+    final = next(iter(sorted(names - {memory.until_full})), "fewer bits")
+    look = "background:linear-gradient(to top,{0} {2:.1f}%,{1} {2:.1f}%)"
+    cells = "".join(
+        f'<i role="img" aria-label="{said}" title="{said}" style="{look.format(BLUE, PALE, 100 * share)}"></i>'
+        for layer, share in zip(memory.layers, shares)
+        for said in [f"layer {layer.layer_idx}: {share:.0%} of heads at {memory.until_full}"]
+    )
+    whole = sum(shares) / len(shares)
+    note = f"All heads are at {memory.until_full} until the budget is full; those that lose least are lowered first. "
+    note += f"{memory.filled:.0%} of the budget is in use, {memory.lowered:,} tokens of heads were lowered after they "
+    note += f"were stored, and {memory.room:,} more tokens fit."
+    layers = f"<span>layer {memory.layers[0].layer_idx}</span><span>layer {memory.layers[-1].layer_idx}</span>"
+    legend = [f"{memory.until_full}: {whole:.0%} of heads", f"{final}: {1 - whole:.0%}"]
+    return (
+        _note(f"Which heads are precise. {note}")
+        + f'<div class="rungs">{cells}</div><div class="below">{layers}</div>'
+        + _legend((BLUE, PALE), legend)
     )
 
 

@@ -23,9 +23,11 @@ def memory_line(dense: CacheRun, compressed: CacheRun, last_token: int) -> str:
 
     Args:
         last_token: end of the axis of tokens.
+
+    If the compressed cache has a budget, a dashed line is drawn there.
     """
-    runs = {DYNAMIC: dense, DIFFKV: compressed}
-    top = _top(max(_at_the_end(run, last_token) for run in runs.values()))
+    runs, budget = {DYNAMIC: dense, DIFFKV: compressed}, compressed.max_bytes
+    top = _top(max(*(_at_the_end(run, last_token) for run in runs.values()), min(budget or 0, _most(dense))))
     lines = "".join(
         f'<polyline data-cache="{name}" points="{_points(run, last_token, top)}" stroke="{COLOURS[name]}"/>'
         for name, run in runs.items()
@@ -35,7 +37,14 @@ def memory_line(dense: CacheRun, compressed: CacheRun, last_token: int) -> str:
         f'<span><i style="background:{COLOURS[name]}"></i>{name} <b>{_megabytes(run)}</b></span>'
         for name, run in runs.items()
     )
-    said = escape("Megabytes over tokens: " + ", ".join(f"{name} {_megabytes(run)}" for name, run in runs.items()))
+    told = ", ".join(f"{name} {_megabytes(run)}" for name, run in runs.items())
+    if budget is not None:
+        filling = f"budget {budget / 1e6:,.2f} MB, {compressed.held[-1][1] / budget:.0%} taken"
+        legend, told = f'{legend}<span class="budget">{filling}</span>', f"{told}, {filling}"
+        if budget <= top:
+            y = HEIGHT * (1 - budget / top)
+            lines += f'<line class="budget" x1="0" x2="{WIDTH:g}" y1="{y:.2f}" y2="{y:.2f}"/>'
+    said = escape(f"Megabytes over tokens: {told}")
     scale = "".join(f'<span style="top:{100 * (1 - part):g}%">{top * part / 1e6:g}</span>' for part in (0, 0.5, 1))
     return (
         f'<div class="legend">{legend}</div><div class="chart"><div class="scale">{scale}</div>'
@@ -54,6 +63,11 @@ def _at_the_end(run: CacheRun, last_token: int) -> float:
     """Bytes there, if they go on as they are; so an axis is the same while its line grows."""
     tokens, held = run.held[-1]
     return held * last_token / tokens if tokens else 0.0
+
+
+def _most(dense: CacheRun) -> float:
+    """Returns the bytes up to which a budget is drawn: twice those of the dense cache."""
+    return 2.0 * dense.held[-1][1]
 
 
 def _top(most: float) -> float:

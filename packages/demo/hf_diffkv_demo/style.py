@@ -22,6 +22,9 @@ CSS = """
 .chart svg { width: 100%; height: 100%; overflow: visible; color: var(--body-text-color); }
 .chart line { stroke: var(--border-color-primary); vector-effect: non-scaling-stroke; }
 .chart polyline { fill: none; stroke-width: 2.5; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
+.chart line.budget { stroke: #d55e00; stroke-width: 1.5; stroke-dasharray: 6 4; }
+.rungs { display: grid; grid-auto-flow: column; grid-auto-columns: 1fr; gap: 2px; height: 4.5em; align-items: end; }
+.rungs i { min-width: 1px; height: 100%; border-radius: 2px; outline: 1px solid #aeb6c2; }
 .scale { position: relative; }
 .scale span { position: absolute; right: .6em; transform: translateY(-50%); font-size: .8em; }
 .below { display: flex; justify-content: space-between; font-size: .8em; margin-top: .3em; }
