@@ -168,10 +168,10 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
         moments: whether the moments of the model's queries are known; a cache keeps its own otherwise.
 
     Returns:
-        The plan; None if tokens are not precise until the budget is full.
+        The plan; None if tokens are not precise until the budget is full, or heads end at precisions of their own.
     """
     precise, compressed = config.precise, [layer for layer in shape.layers if layer.compressed]
-    if precise is None or not compressed:
+    if precise is None or not compressed or config.head_precisions is not None:
         return None
     most, final = shape.limit or MOST_PLANNED, layer_configs(config, len(compressed))[0].low
 

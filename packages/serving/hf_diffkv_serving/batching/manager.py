@@ -21,7 +21,7 @@ from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
 from hf_diffkv.cache.free_memory import budget_of, free_bytes
 from hf_diffkv.cache.registration import cache_fields
-from hf_diffkv.cache.resolve import harm_for, moments_for, resolve_config
+from hf_diffkv.cache.resolve import harm_for, moments_for
 from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
@@ -48,7 +48,7 @@ from .sampling import Sampling, add_sampler
 from .servable import check_servable, model_layers
 from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
-from .until_full import lowers, rung_config
+from .until_full import config_of_slots, lowers, rung_config
 
 # tokens of a forward where the user says nothing, as in Transformers
 MAX_BATCH_TOKENS = 8192
@@ -88,7 +88,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
     ) -> None:
         self._modules = check_servable(model)
         self._layers = model_layers(model.config)
-        self._config = resolve_config(model, fields.pop("config", None), fields)
+        self._config = config_of_slots(model, fields.pop("config", None), fields)
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
         # a `PrefixStore`, once `use_prefixes` was called

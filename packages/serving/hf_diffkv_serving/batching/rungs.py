@@ -16,7 +16,8 @@ import torch
 
 from hf_diffkv.heads.harm import Harm
 from hf_diffkv.ops.backend import compute_dtype
-from hf_diffkv.store.lowering import Demand, lower_rows, rows_to_lower
+from hf_diffkv.store.lower_rows import lower_rows
+from hf_diffkv.store.lowering import Demand, rows_to_lower
 from hf_diffkv.store.prompt_kernels import pages_of
 
 from .page_bounds import PageBounds
@@ -194,7 +195,9 @@ class Rungs:
         stay = np.where(final, lowered, pages_of(after, high))
         mine = np.zeros(len(seen), dtype=bool)
         mine[list(coming)] = True
-        return Demand(stay - now, lowered - now, mine[:, None] & ~final & ~self._shared())
+        may_lower = mine[:, None] & ~final & ~self._shared()
+        # pages of one size are counted, not bytes
+        return Demand(stay - now, lowered - now, may_lower, self._harms(), 1, self.part.store.layers)
 
     def choose(self, demand: Demand, pages: int) -> np.ndarray | None:
         """Chooses rows to lower until `demand` fits into `pages` pages; None if it cannot.
@@ -204,8 +207,8 @@ class Rungs:
         """
         # the next token of a lowered row may need a page where the row had room before
         several = replace(demand, may_lower=demand.may_lower & (demand.stay - demand.lowered > 1))
-        chosen = rows_to_lower(several, self._harms(), pages)
-        return rows_to_lower(demand, self._harms(), pages) if chosen is None else chosen
+        chosen = rows_to_lower([several], pages) or rows_to_lower([demand], pages)
+        return None if chosen is None else chosen[0]
 
     def _allowed(self, chosen: np.ndarray, demand: Demand) -> np.ndarray:
         """Returns those of the rows `chosen` that may be lowered in this forward for requests that wait.

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from hf_diffkv.cache.resolve import resolve_config
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.config.until_full import AUTO, only_precision
+from hf_diffkv.config.until_full import AUTO, final_precisions
 from hf_diffkv.precision import Precision
 
 
 def lowers(config: DiffKVConfig) -> bool:
     """Returns whether rows are lowered when a budget is full; continuous batching needs it asked for by name."""
     return isinstance(config.until_full, Precision)
+
+
+def config_of_slots(model: Any, config: DiffKVConfig | Mapping | str | None, fields: Mapping[str, Any]) -> DiffKVConfig:
+    """Returns `resolve_config`, in which a budget alone chooses no precisions to lower heads to."""
+    if isinstance(config, DiffKVConfig):
+        return resolve_config(model, config, dict(fields))
+    given = {"preset": config} if isinstance(config, str) else dict(config or {})
+    return resolve_config(model, None, {"until_full": None, **given, **fields})
 
 
 def rung_config(config: DiffKVConfig) -> DiffKVConfig:
@@ -25,11 +36,12 @@ def rung_config(config: DiffKVConfig) -> DiffKVConfig:
     """
     if not lowers(config):
         return replace(config, max_bytes=None)
-    final = only_precision(config)
-    if final is None:
+    finals = {precision for layer in final_precisions(config) or () for precision in layer}
+    if len(finals) != 1:
         raise ValueError(
             f"until_full={config.until_full.name} needs one final precision for all heads in continuous batching; "
-            "leave until_full out, so that a full budget makes requests wait, or take a preset of one precision."
+            "leave until_full out, so that a full budget makes requests wait, or give all heads one precision, such as "
+            'high="K5V4" and low="K5V4".'
         )
-    rungs = {"high": config.until_full, "low": final, "alpha_high": math.inf, "alpha_low": 0.0}
+    rungs = {"high": config.until_full, "low": finals.pop(), "alpha_high": math.inf, "alpha_low": 0.0}
     return replace(config, max_bytes=None, until_full=AUTO, head_precisions=None, **rungs)

@@ -66,14 +66,13 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    from hf_diffkv.cache.resolve import resolve_config
     from hf_diffkv.prefixes import PrefixStore
 
-    from ..batching.until_full import rung_config
+    from ..batching.until_full import config_of_slots, rung_config
 
     _, tokenizer = load_config(options.model)
     model = load_model(options.model, options.dtype, options.device, quiet=True)
-    config = resolve_config(model, options.config, {})
+    config = config_of_slots(model, options.config, {})
     generation = copy.deepcopy(model.generation_config)
     generation.cache_implementation = "diffkv"
     generation.cache_config = config.to_dict()

@@ -30,7 +30,7 @@ from test_slots import (
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.store import settle
-from hf_diffkv.store.lowering import lower_rows
+from hf_diffkv.store.lower_rows import lower_rows
 
 BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
 FIELDS = {"window": 4, "sinks": 0, "page_bytes": 192, "rotate": False, "center": False, "alpha_high": 0.0}

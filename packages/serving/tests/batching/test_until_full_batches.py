@@ -22,7 +22,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.compat import passing
 from hf_diffkv.store import settle
-from hf_diffkv.store.lowering import lower_rows
+from hf_diffkv.store.lower_rows import lower_rows
 
 CROWD = (70, 60, 75, 50)
 NEW = 32
