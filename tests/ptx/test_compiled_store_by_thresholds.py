@@ -10,16 +10,20 @@ from hf_diffkv.config import Precision
 
 
 @cases(
-    "high, low, dim, dtype, bits",
-    [(K8V4, K4V2, 64, torch.bfloat16, 16)],
-    [(K8V4, K4V2, 128, torch.bfloat16, 32), (Precision(16, 8), Precision(3, 5), 80, torch.float16, 16)],
+    "high, low, dim, dtype, bits, last",
+    [(K8V4, K4V2, 64, torch.bfloat16, 16, ((7, 0, 0.0),))],
+    [
+        (K8V4, K4V2, 128, torch.bfloat16, 32, ((20, 0, 0.6), (12, 0, 0.0))),
+        (Precision(16, 8), Precision(3, 5), 80, torch.float16, 16, ((12, 0, 0.0),)),
+    ],
 )
-def test_rows_are_levelled(high, low, dim, dtype, bits, emulator) -> None:
-    """A padded prompt, and a turn in which tokens sink and rows end earlier."""
-    seen = compare_turns(State(high, low, dtype, dim=dim, bits=bits), ((30, 7, 1.0), (30, 3, 0.1)))
+def test_rows_are_levelled(high, low, dim, dtype, bits, last, emulator) -> None:
+    """A padded prompt, a turn in which tokens sink and high rows end earlier, and turns until low rows do."""
+    turns = ((30, 7, 1.0), (30, 3, 0.1), *last)
+    seen = compare_turns(State(high, low, dtype, dim=dim, bits=bits), turns)
     assert seen["demoted"] and seen["pruned"], seen
     names = ["decide", "count", "list", "level_new", "advance"]
     turn = ["decide", "count", "list", "demote", "close", "level_window", "level_new", "advance"]
-    assert [name.removesuffix("_kernel") for name, _ in emulator.launched] == names + turn
+    assert [name.removesuffix("_kernel") for name, _ in emulator.launched] == names + turn * (len(turns) - 1)
     # not in both tiers are pages given back
     assert [name for name in turn if emulator.never_run(f"{name}_kernel")] == ["advance"]
