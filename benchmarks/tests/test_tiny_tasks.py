@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,19 +16,15 @@ from hf_diffkv.evaluation.tasks.base import Document, Source
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def tiny_tasks() -> ModuleType:
-    known = dict(TASKS)
-    sys.path.append(str(ROOT / "benchmarks" / "quality"))
-    yield importlib.import_module("tiny_tasks")
-    TASKS.clear()
-    TASKS.update(known)
+@pytest.fixture
+def tiny_tasks(script: Callable[[str], ModuleType], names: None) -> ModuleType:
+    return script("tiny_tasks")
 
 
 def documents(name: str, count: int = 4) -> tuple[list[Document], list[Document]]:
     """With two seeds."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "models" / "tiny-lm")
-    made = [TASKS[name]().documents(Source(tokenizer, count, 320, seed)) for seed in (0, 1)]
+    made = [TASKS.find(name)().documents(Source(tokenizer, count, 320, seed)) for seed in (0, 1)]
     assert [each.digest for each in made[0]] != [each.digest for each in made[1]]
     assert len({each.digest for each in made[0]}) == count
     return made[0], made[1]

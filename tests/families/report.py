@@ -127,12 +127,11 @@ def document() -> str:
         "`tests/store/test_shared.py` and `tests/cache/test_shared_layers.py`). Steps of these models are "
         "not captured as CUDA graphs. If a `device_map` or pipeline parallelism puts such "
         "layers on different devices, `generate()` leaves the layer that they read uncompressed.\n",
-        "## Latents\n\nMulti-head latent attention caches a latent and a rotary key for each token instead of keys and "
-        "values. "
-        f"Such families are {_names(latent)}; "
+        "## Latents\n\n"
+        f"Families with multi-head latent attention are {_names(latent)}; "
         "[latent.md](latent.md) says how their caches are compressed. No large trained model of this kind was "
-        "measured, so their default precision is K8V8. Families that add an indexer, which chooses tokens, are "
-        "refused: `axk2`, `deepseek_v32`, `dots3_note_text`, `glm_moe_dsa`, `hy_v4`.\n",
+        "measured; on a tiny one fewer bits than K8V8, the default, lost more. Families whose indexer chooses tokens "
+        "are refused: `axk2`, `deepseek_v32`, `dots3_note_text`, `glm_moe_dsa`, `hy_v4`.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
         "side keeps its own attention. `tests/families/test_vision.py` checks them with an image in every prompt.\n\n"
         + _vision_table(),
