@@ -56,7 +56,11 @@ def prompts(model_name: str, count: int, tokens: int) -> list[list[int]]:
 
 @contextmanager
 def recorded(model: PreTrainedModel, running: Any) -> Iterator[dict[Place, Tensor]]:
+<<<<<<< HEAD
     """Records the scores by which a manager chooses tokens, by request and number of tokens before the chosen one."""
+=======
+    """Records the scores by which a manager chooses tokens, by request and the number of tokens before them."""
+>>>>>>> serving40
     found: dict[Place, Tensor] = {}
     past: dict[str, int] = {}
     extend = ContinuousCache.extend_read_and_write_indices
@@ -67,10 +71,10 @@ def recorded(model: PreTrainedModel, running: Any) -> Iterator[dict[Place, Tenso
 
     def scored(module: Any, inputs: Any, output: Tensor) -> None:
         batch = running.batch_processor.inputs_and_outputs.requests_in_batch
-        # the engine computes scores of these alone
+        # the first rows are of these, the others of nobody
         names = [future.state.request_id for future in batch if future.has_new_token]
-        if output.shape[1] != len(names):
-            raise RuntimeError(f"{output.shape[1]} rows of scores for {len(names)} requests.")
+        if output.shape[1] != len(batch):
+            raise RuntimeError(f"{output.shape[1]} rows of scores for {len(batch)} requests.")
         for name, row in zip(names, output[0]):
             found[name, past[name]] = row.float().log_softmax(-1)
 
