@@ -56,11 +56,7 @@ def prompts(model_name: str, count: int, tokens: int) -> list[list[int]]:
 
 @contextmanager
 def recorded(model: PreTrainedModel, running: Any) -> Iterator[dict[Place, Tensor]]:
-<<<<<<< HEAD
     """Records the scores by which a manager chooses tokens, by request and number of tokens before the chosen one."""
-=======
-    """Records the scores by which a manager chooses tokens, by request and the number of tokens before them."""
->>>>>>> serving40
     found: dict[Place, Tensor] = {}
     past: dict[str, int] = {}
     extend = ContinuousCache.extend_read_and_write_indices

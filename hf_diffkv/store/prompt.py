@@ -245,7 +245,8 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
-    note_queries(store, layer, moment)
+    if store.lowering.moments is not None:
+        note_queries(store, layer, moment)
     if store.stores_by_kernel:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return

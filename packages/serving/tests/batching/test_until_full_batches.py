@@ -201,9 +201,9 @@ def test_prefixes_of_the_final_precision_alone_are_refused(model: PreTrainedMode
 
 def test_what_cannot_be_lowered_is_refused_by_name(model: PreTrainedModel) -> None:
     for fields, message in (
-        ({"head_precisions": [["K8V4", "K4V2"], ["K4V2", "K4V2"]]}, "one final precision"),
+        ({"head_precisions": [["K4V2", "K4V2"], ["K5V4", "K5V4"]]}, "one final precision for all heads"),
         ({"high": "K8V8", "low": "K8V8"}, "must need more bits than the final precision"),
-        ({"high": "K8V4", "low": "K4V2", "alpha_high": 1.0}, "one final precision"),
+        ({"high": "K8V4", "low": "K4V2", "alpha_high": 1.0}, "a final precision for all tokens of a head"),
     ):
         given = {"max_bytes": "1GB", "until_full": "K8V8", **fields}
         with pytest.raises(ValueError, match=message):
