@@ -113,7 +113,7 @@ def check_until_full(config: BudgetFields) -> None:
                 f"until_full={precise.name}: a layer whose heads have two final precisions begins with the higher "
                 f"one, here {first.name}; leave until_full out, or give each layer one final precision beside it."
             )
-        if first != precise or all({*each} == {precise} for each in layers):
+        if first != precise:
             raise ValueError(
                 f"until_full={precise.name} must need more bits than the final precision {first.name}; raise "
                 "until_full, or lower high and low."

@@ -43,5 +43,10 @@ def rung_config(config: DiffKVConfig) -> DiffKVConfig:
             "leave until_full out, so that a full budget makes requests wait, or give all heads one precision, such as "
             'high="K5V4" and low="K5V4".'
         )
+    if config.until_full in finals:
+        raise ValueError(
+            f"until_full={config.until_full.name} must need more bits than the final precision; raise until_full, or "
+            "lower high and low."
+        )
     rungs = {"high": config.until_full, "low": finals.pop(), "alpha_high": math.inf, "alpha_low": 0.0}
     return replace(config, max_bytes=None, until_full=AUTO, head_precisions=None, **rungs)

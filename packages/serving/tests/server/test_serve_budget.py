@@ -54,7 +54,10 @@ def test_budgets_of_a_server(arguments: list[str], max_bytes: Any, precise: str 
     "arguments, said",
     [
         (["--lossless"], "until_full=K8V8 must need more bits than the final precision K16V16"),
-        (["--high", "K8V4", "--low", "K4V2", "--alpha-high", "1"], "until_full=K8V8 needs a final precision for all tokens"),
+        (
+            ["--high", "K8V4", "--low", "K4V2", "--alpha-high", "1"],
+            "until_full=K8V8 needs a final precision for all tokens",
+        ),
         (["--max-bytes", "0%"], "is no share of what is free"),
     ],
 )
