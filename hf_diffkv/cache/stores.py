@@ -165,7 +165,7 @@ class Stores:
         heads = KVHeads(*dims, key.dtype, key.device, self.latent)
         config = self.of_layer(index, key.shape[1])
         store = next((store for store in self.all if self._fits(store, batch, heads, config)), None)
-        used = 0 if store is None else self._used(store)
+        used, before = 0 if store is None else self._used(store), list(self.all)
         if store is None:
             held = self.all[0].batch_size if self.all else batch
             if held != batch:
@@ -174,7 +174,12 @@ class Stores:
         store.place_layer(used, index)
         alphas = (config.alpha_high, config.alpha_low)
         share = self.tensor_parallel.share
-        store.set_thresholds(used, *(share(a, store.num_heads) if isinstance(a, tuple) else a for a in alphas))
+        try:
+            store.set_thresholds(used, *(share(a, store.num_heads) if isinstance(a, tuple) else a for a in alphas))
+        except ValueError:
+            # made just now, perhaps with others
+            self.all[:] = [each for each in self.all if each in before]
+            raise
         self.assign(index, store, used)
         return self._places[index]
 
