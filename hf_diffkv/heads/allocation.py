@@ -28,7 +28,7 @@ HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 # each pair is a store of its own
 MOST_PAIRS = 6
 # precisions with which a layer may begin until a budget is full; the first one if all its heads end at the same
-BEGINNINGS = ("K8V8", "K6V5", "K5V4")
+FIRST_RUNGS = ("K8V8", "K6V5", "K5V4")
 # weight of the loss at the beginning beside that at the end
 BEGINNING_WEIGHT = 0.5
 # keys of a configuration's calibration
@@ -146,7 +146,7 @@ def fields_for(
     Args:
         calibration: calibration with the measured loss of heads, as `hf-diffkv calibrate` writes it.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype.
-        until_full: whether these are final precisions, and layers begin with one of `BEGINNINGS`.
+        until_full: whether these are final precisions, and layers begin with one of `FIRST_RUNGS`.
 
     Raises:
         ValueError: the calibration has no such measurements, or the ratio cannot be met (`allocate`).
@@ -165,7 +165,7 @@ def fields_for(
 def _allocated(sensitivity: str, target_ratio: float, until_full: bool) -> Allocation:
     """Caches `allocate` by the sensitivity as JSON, as every cache of a model needs the same allocation."""
     given = Sensitivity.from_dict(json.loads(sensitivity))
-    first = tuple(name for name in BEGINNINGS if until_full and given.knows(Precision.parse(name)))
+    first = tuple(name for name in FIRST_RUNGS if until_full and given.knows(Precision.parse(name)))
     return allocate(given, target_ratio, beginnings=first)
 
 

@@ -19,7 +19,7 @@ from ..narrow_kernel import load_positions, load_scores
 from ..quantize.kernels import copy_tile, read_tile, rows_at, tier_dims
 from .level_kernels import HIGH_LEVEL, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds
 from .row_kernels import ADDED, COUNTS, KEPT, count_after, new_tokens, slot_of, token_in_slot
-from .tile_kernels import NewTokens, Target, WindowSlots, enter_tile, leave_tile, store_scalars, store_tile
+from .tile_kernels import Incoming, Target, WindowSlots, enter_tile, leave_tile, store_scalars, store_tile
 
 # what the kernels before have listed for all rows
 Lists = namedtuple("Lists", "entries target plan level order high_count low_count rows width columns past")
@@ -68,7 +68,7 @@ def demote_kernel(
     """Moves high tokens to the low tier. Grid: (rows, cdiv(past, BLOCK)).
 
     Args:
-        feedback: field of `NewTokens`.
+        feedback: field of `Incoming`.
     """
     row = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -179,7 +179,7 @@ def level_new_kernel(
     stays = real & ((position < sinks) | (position >= start))
     keys = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
     values = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
-    new = NewTokens(keys, values, key_matrix, value_matrix, offset, feedback, limit)
+    new = Incoming(keys, values, key_matrix, value_matrix, offset, feedback, limit)
     slot = slot_of(position, sinks, row, slots, sink_slots)
     exact = WindowSlots(window_key, window_value, window_score, slot, stays, invalid)
     score = tl.load(received + row.to(tl.int64) * columns + past + token, mask=real, other=0.0)

@@ -30,7 +30,7 @@ from .row_kernels import (
     slot_of,
     token_in_slot,
 )
-from .tile_kernels import NewTokens, Target, WindowSlots, enter_tile, leave_tile
+from .tile_kernels import Incoming, Target, WindowSlots, enter_tile, leave_tile
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def store_new_kernel(
 
     Args:
         key, value: key and value states of the model, [batch, heads, tokens, dim], with the strides given.
-        key_matrix, value_matrix, offset, feedback, limit: fields of `NewTokens`.
+        key_matrix, value_matrix, offset, feedback, limit: fields of `Incoming`.
         invalid: field of `WindowSlots`.
     """
     row = tl.program_id(0)
@@ -172,7 +172,7 @@ def store_new_kernel(
     stays = real & ((position < sinks) | (position >= start))
     keys = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
     values = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
-    new = NewTokens(keys, values, key_matrix, value_matrix, offset, feedback, limit)
+    new = Incoming(keys, values, key_matrix, value_matrix, offset, feedback, limit)
     slot = slot_of(position, sinks, row, slots, sink_slots)
     exact = WindowSlots(window_key, window_value, window_score, slot, stays, invalid)
     score = tl.zeros((BLOCK,), tl.float32)

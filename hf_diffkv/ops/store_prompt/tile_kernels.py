@@ -22,7 +22,7 @@ WindowSlots = namedtuple("WindowSlots", "key value score slot stays invalid")
 # pointers to new tokens, [tokens], contiguous rotations, the offset to subtract from keys, float32 [rows, key_dim],
 # matrices by which keys are rounded (ops/rounding), float32 [rows, key_dim, key_dim], and the largest magnitude of an
 # element, or with a rotation the largest norm of a token; all but pointers and limit may be None
-NewTokens = namedtuple("NewTokens", "key value key_matrix value_matrix offset feedback limit")
+Incoming = namedtuple("Incoming", "key value key_matrix value_matrix offset feedback limit")
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, TIER: tl.constexpr
              INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
     """Loads and rotates tokens; returns a float32 tile and whether each token can be stored.
 
-    Arguments as in `rotated_tile` and `NewTokens`.
+    Arguments as in `rotated_tile` and `Incoming`.
     """
     if matrix is None:
         dim, exists = tier_dims(TIER, IS_KEY)
@@ -97,7 +97,7 @@ def enter_tile(pages, to, new, exact, active, score, position, row, TIER: tl.con
     """Stores a tile of a row's new tokens in one tier and in the window.
 
     Args:
-        to, new: `Target` and `NewTokens`.
+        to, new: `Target` and `Incoming`.
         exact: `WindowSlots`; None writes to pages alone.
         active: tokens to read, bool [tokens].
         score, position: float32 and int64 [tokens].
@@ -131,7 +131,7 @@ def leave_tile(pages, to, window_key, window_value, window_score, slot, token, t
         token, there: results of `token_in_slot`.
         stays: tokens whose shifted keys are written, bool [tokens]; None writes none.
         shift: offset to subtract from all keys that were in the window, float32 [rows, key_dim], or None.
-        feedback: field of `NewTokens`.
+        feedback: field of `Incoming`.
     """
     x = load_window(window_key, slot, there, TIER, True)
     if shift is not None:

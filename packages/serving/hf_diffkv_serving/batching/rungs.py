@@ -75,7 +75,7 @@ class RungCounts:
 
 
 @dataclass(frozen=True)
-class Requests:
+class PlannedRequests:
     """The requests in slots while a forward is planned.
 
     Attributes:
@@ -89,7 +89,7 @@ class Requests:
     room: SlotRoom
 
 
-class Rungs:
+class SlotRungs:
     """Chooses and lowers rows of the slots of a part. Its methods need what `SlotPart.look` has read.
 
     Args:
@@ -136,7 +136,7 @@ class Rungs:
         part.store.alpha_high[:, slot] = 0.0 if precise else math.inf
         part.final[:, slot] = not precise
 
-    def lower_for(self, slot: int, tokens: int, sizes: Sequence[tuple[int, int]], requests: Requests) -> bool:
+    def lower_for(self, slot: int, tokens: int, sizes: Sequence[tuple[int, int]], requests: PlannedRequests) -> bool:
         """Lowers rows until a request gets `tokens` more tokens; whether any were lowered.
 
         Args:
@@ -151,7 +151,7 @@ class Rungs:
                 return True
         return False
 
-    def lower_for_waiting(self, need: int, sizes: Sequence[tuple[int, int]], requests: Requests) -> bool:
+    def lower_for_waiting(self, need: int, sizes: Sequence[tuple[int, int]], requests: PlannedRequests) -> bool:
         """Lowers rows until a request that waits gets `need` pages, or as many as may be in a forward.
 
         Returns:
@@ -170,7 +170,7 @@ class Rungs:
         self._in_vain.append(wanted)
         return False
 
-    def _pages_by_size(self, sizes: Sequence[tuple[int, int]], requests: Requests) -> Iterator[int]:
+    def _pages_by_size(self, sizes: Sequence[tuple[int, int]], requests: PlannedRequests) -> Iterator[int]:
         """Yields the pages that may be taken with each number of slots and tokens."""
         pool = self.part.store.pool
         used = pool.capacity - 1 - pool.free_list.free
@@ -226,7 +226,7 @@ class Rungs:
         allowed.ravel()[rows] = True
         return allowed
 
-    def _lower(self, chosen: np.ndarray, requests: Requests) -> None:
+    def _lower(self, chosen: np.ndarray, requests: PlannedRequests) -> None:
         """Lowers rows, bool [layers, slots, heads], and reserves anew what the requests of these were promised."""
         part = self.part
         self.lowered += int(part.counts[chosen].sum())

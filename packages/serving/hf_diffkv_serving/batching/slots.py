@@ -23,7 +23,7 @@ from hf_diffkv.store.prompt import PromptAttention
 from hf_diffkv.store.state import Store
 
 from .ranks import OtherPart, other_parts
-from .rungs import Requests, RungCounts, Rungs
+from .rungs import PlannedRequests, RungCounts, SlotRungs
 from .shapes import AttentionShape
 from .slot_part import SlotPart, make_parts, slot_configs
 from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
@@ -84,7 +84,7 @@ class Slots:
             )
         with self.ranks.in_step():
             self.parts = make_parts(slot_configs(config, num_layers, shape), shape)
-        self.rungs = Rungs(self.parts[0], harm) if lowers(config) else None
+        self.rungs = SlotRungs(self.parts[0], harm) if lowers(config) else None
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
         self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
@@ -260,9 +260,9 @@ class Slots:
         need = int((self.need(None, tokens) - self._not_taken(shared))[0])
         return self.rungs.lower_for_waiting(need, self.room.sizes_for(*size)[1:], self._requests())
 
-    def _requests(self) -> Requests:
+    def _requests(self) -> PlannedRequests:
         coming = {slot: self._reserved.get(slot, 0) for slot in sorted(self._taken)}
-        return Requests(coming, self._seen, self.room)
+        return PlannedRequests(coming, self._seen, self.room)
 
     def reclaimable(self) -> np.ndarray:
         """Returns the pages that lowering would free, by part."""
