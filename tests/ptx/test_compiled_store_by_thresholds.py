@@ -11,10 +11,10 @@ from hf_diffkv.config import Precision
 
 @cases(
     "high, low, dim, dtype, bits, last",
-    [(K8V4, K4V2, 64, torch.bfloat16, 16, ((7, 0, 0.0),))],
+    [(K8V4, K4V2, 64, torch.bfloat16, 16, ((7, 1, 0.0),))],
     [
-        (K8V4, K4V2, 128, torch.bfloat16, 32, ((20, 0, 0.6), (12, 0, 0.0))),
-        (Precision(16, 8), Precision(3, 5), 80, torch.float16, 16, ((12, 0, 0.0),)),
+        (K8V4, K4V2, 128, torch.bfloat16, 32, ((20, 1, 0.6), (12, 1, 0.0))),
+        (Precision(16, 8), Precision(3, 5), 80, torch.float16, 16, ((12, 1, 0.0),)),
     ],
 )
 def test_rows_are_levelled(high, low, dim, dtype, bits, last, emulator) -> None:
