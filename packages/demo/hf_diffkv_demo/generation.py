@@ -45,7 +45,7 @@ class CacheRun:
         held: points of the memory line from (0, 0) on: tokens per layer, the mean over all layers, and bytes of the
             cache at that time.
         cache_bytes: bytes of the cache at the end.
-        rungs: share of the rows of each compressed layer at the precise rung; empty if rows are not lowered.
+        rungs: share of rows at the precise rung, by compressed layer; empty if rows are not lowered.
         max_bytes: budget of the cache; None without one.
     """
 
