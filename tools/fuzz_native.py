@@ -140,7 +140,7 @@ def check(case: Case) -> str | None:
             apart = (found - wanted).abs().max() / wanted.abs().max()
             if not apart <= TOKENS[case.dtype]:
                 return f"step {step}: {name} differ by {apart:.2e} of the largest"
-        expected = dense(theirs, new[0], scaling)
+        expected = dense(theirs, query, scaling)
         error = ((outputs[NATIVE] - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
         if not error <= OUTPUT[case.dtype]:
             return f"step {step}: outputs differ by {error:.2e} of their norm"

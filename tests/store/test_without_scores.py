@@ -41,7 +41,8 @@ PER_HEAD = {"low": Precision(3, 2), "alpha_high": ((float("inf"), 0.0),)}
         ({"alpha_high": ((0.0, float("inf")), (1.0, 0.0))}, True),
         ({"alpha_high": float("inf"), "alpha_low": float("inf")}, True),
         ({"alpha_high": float("inf"), "max_bytes": 1 << 20, "until_full": None}, True),
-        ({"alpha_high": ((0.0, float("inf")),), "max_bytes": 1 << 20}, True),
+        ({"alpha_high": ((0.0, float("inf")),), "max_bytes": 1 << 20}, False),
+        ({"alpha_high": ((0.0, float("inf")),), "max_bytes": 1 << 20, "until_full": None}, True),
     ],
     ids=str,
 )
