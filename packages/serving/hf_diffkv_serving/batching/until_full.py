@@ -35,7 +35,7 @@ def rung_config(config: DiffKVConfig) -> DiffKVConfig:
         ValueError: rows are to be lowered and heads have several final precisions.
     """
     if not lowers(config):
-        return replace(config, max_bytes=None)
+        return replace(config, max_bytes=None, until_full=AUTO)
     finals = {precision for layer in final_precisions(config) or () for precision in layer}
     if len(finals) != 1:
         raise ValueError(
