@@ -26,6 +26,7 @@ from .config.layers import layer_configs, possible_precisions
 from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
 from .store import Store
+from .store.state import GROWTH_PART, PAGE_ENTRIES
 
 INT = 4
 # float32 thresholds and int32 counts of two levels, for each layer, request and head
@@ -190,9 +191,8 @@ def _fits_budget(
     stored, slots = max(0, tokens - config.window - config.sinks), config.sinks + config.window + 1
     budget = int(config.max_bytes or 0)
     # what a store keeps for its growth until it counts again (`Store.update_limit`)
-    left = budget - budget // 32
+    left, held = budget - budget // GROWTH_PART, layer_configs(config, len(compressed))[0]
     for one, count in Counter(compressed).items():
-        held = layer_configs(config, len(compressed))[0]
         layout = PageLayout.of(held, one.key_dim, one.value_dim, size, shape.limit)
         capacities = (layout.high.capacity, layout.low.capacity)
         rows = count * batch * one.num_key_value_heads
@@ -204,7 +204,7 @@ def _fits_budget(
         if config.adaptive_rounding and layout.low.k_bits <= LARGEST_BITS and not moments:
             left -= count * one.num_key_value_heads * one.key_dim**2 * wide
         # the null page, and entries of the free list
-        left -= (rows * -(-stored // capacities[lowered]) + 1) * (layout.page_bytes + 2 * INT)
+        left -= (rows * -(-stored // capacities[lowered]) + 1) * (layout.page_bytes + PAGE_ENTRIES)
     return left >= 0
 
 

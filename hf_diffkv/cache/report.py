@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ..config.until_full import smaller_first
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
-from ..store.lowering import room
+from ..store.lowering import names_of, room
 from .snapshot import CacheContents
 from .wording import kept_in_words
 
@@ -181,10 +180,9 @@ def _budget(stores: list[Store]) -> dict[str, Any]:
     fields: dict[str, Any] = {"max_bytes": max_bytes, "filled": max(used.values())}
     if not stores[0].lowering.active:
         return fields
-    at_first = smaller_first({store.config.high for store in stores})
     left = min(room([store for store in stores if store.device == device]) for device in used)
-    names = "/".join(precision.full_name for precision in reversed(at_first))
-    return fields | {"until_full": names, "lowered": sum(store.lowering.tokens for store in stores), "room": left}
+    lowered = sum(store.lowering.tokens for store in stores)
+    return fields | {"until_full": names_of(stores, "high"), "lowered": lowered, "room": left}
 
 
 def held_bytes(cache: CacheContents) -> int:

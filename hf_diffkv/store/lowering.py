@@ -183,7 +183,7 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
     if chosen is None:
         least = sum(demand.bytes(demand.may_lower) for demand in demands)
         raise MemoryError(
-            f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {_names(stores, 'low')}, "
+            f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {names_of(stores, 'low')}, "
             f"{least - room + unusable} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
             "sequences, or give until_full=None, which prunes tokens instead."
         )
@@ -368,7 +368,7 @@ def _lowerable(store: Store) -> np.ndarray:
     return np.ones((store.num_layers, 1, store.num_heads), dtype=bool) if keeps is None else ~keeps[:, None]
 
 
-def _names(stores: Iterable[Store], level: str) -> str:
+def names_of(stores: Iterable[Store], level: str) -> str:
     """Returns the names of the stores' high or low precisions, from most to fewest bits."""
     found = {getattr(store.config, level) for store in stores}
     return "/".join(precision.full_name for precision in reversed(smaller_first(found)))
@@ -377,7 +377,7 @@ def _names(stores: Iterable[Store], level: str) -> str:
 def _tell(stores: Sequence[Store]) -> None:
     """Tells once that lowering has begun, and once that all rows are at the final precision."""
     states = [store.lowering for store in stores]
-    precise, final = _names(stores, "high"), _names(stores, "low")
+    precise, final = names_of(stores, "high"), names_of(stores, "low")
     if not any(state.told_full for state in states):
         _logger.warning(
             "max_bytes=%d is full: from here on heads are lowered from %s to %s, the least harmful ones first.",

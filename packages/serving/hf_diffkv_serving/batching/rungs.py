@@ -105,7 +105,7 @@ class SlotRungs:
         part.lowers = True
         store = part.store
         self._sizes = (store.layout.high.capacity, store.layout.low.capacity)
-        self._harm = None if harm is None else np.array(harm)[store.layers]
+        store.lowering.harm = None if harm is None else np.array(harm)
         precise = np.full((store.num_layers, store.num_heads), self._sizes[0])
         self._precise: PageBounds = replace(part.bounds, page_tokens=precise)
         # tokens that may still be lowered for requests that wait, and what these were refused since the last forward
@@ -184,20 +184,15 @@ class SlotRungs:
             coming: tokens that are going to be stored, by slot of a request.
             seen: tokens so far of the request in each slot.
         """
-        held, final, exact = self.part.counts, self.part.final, self.part.bounds.exact
+        exact = self.part.bounds.exact
         more = np.zeros(len(seen), dtype=np.int64)
         for slot, tokens in coming.items():
             more[slot] = max(0, seen[slot] + tokens - exact) - max(0, seen[slot] - exact)
-        high, low = self._sizes
-        now = pages_of(held, np.where(final, low, high))
-        after = held + more[:, None]
-        lowered = pages_of(after, low)
-        stay = np.where(final, lowered, pages_of(after, high))
         mine = np.zeros(len(seen), dtype=bool)
         mine[list(coming)] = True
-        may_lower = mine[:, None] & ~final & ~self._shared()
+        demand = Demand.of_growth(self.part.store, self.part.counts, more[:, None], self.part.final)
         # pages of one size are counted, not bytes
-        return Demand(stay - now, lowered - now, may_lower, self._harms(), 1, self.part.store.layers)
+        return replace(demand, may_lower=demand.may_lower & mine[:, None] & ~self._shared(), page_bytes=1)
 
     def choose(self, demand: Demand, pages: int) -> np.ndarray | None:
         """Chooses rows to lower until `demand` fits into `pages` pages; None if it cannot.
@@ -217,7 +212,7 @@ class SlotRungs:
         """
         gain = np.maximum(demand.stay - demand.lowered, 1)
         rows = np.flatnonzero(chosen)
-        rows = rows[np.argsort((self._harms() / gain).ravel()[rows], kind="stable")]
+        rows = rows[np.argsort((demand.harm / gain).ravel()[rows], kind="stable")]
         tokens = self.part.counts.ravel()[rows].cumsum()
         count = int(np.searchsorted(tokens, self._left, side="right"))
         rows = rows[: max(count, int(self._left == ROW_TOKENS))]
@@ -263,10 +258,6 @@ class SlotRungs:
         pages = part.unreserved + part.reservations.all_promised + self.reclaimable(slots)
         name = part.store.config.high.full_name
         return RungCounts(name, tokens, low, precise, self.lowered, pages, self._sizes, longest)
-
-    def _harms(self) -> np.ndarray:
-        shape = self.part.counts.shape
-        return np.ones(shape) if self._harm is None else np.broadcast_to(self._harm[:, None], shape)
 
     def _shared(self) -> np.ndarray:
         """Returns which rows have pages with other owners, bool [layers, slots, heads]."""
