@@ -17,6 +17,7 @@ ENGINE_TESTS = [
     "batching/test_sampling.py",
     "batching/test_shared_beginnings.py",
     "batching/test_sliding.py",
+    "batching/test_until_full_batches.py",
     "distributed/test_batched_tensor_parallel.py",
     "server/test_drain.py",
     "server/test_operation.py",
