@@ -7,10 +7,11 @@ a forward needs besides the cache, mainly activations.
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from .compat import passing
 from .config import DiffKVConfig
 from .config.latent import latent_dims
 from .config.layers import layer_configs, possible_precisions
+from .config.until_full import smaller_first
 from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
+from .precision import Precision
 from .store import Store
 from .store.state import GROWTH_PART, PAGE_ENTRIES
 
@@ -149,7 +152,8 @@ class BudgetPlan:
 
     Attributes:
         max_bytes: budget of the compressed layers.
-        precise, final: names of the precisions until it is full, and when all heads are lowered.
+        precise, final: names of the precisions until it is full, and when all heads are lowered, from most bits to
+            fewest.
         lowering_begins: tokens from which on heads are lowered.
         room_ends: most tokens that fit, with all heads lowered.
     """
@@ -169,42 +173,59 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
         moments: whether the moments of the model's queries are known; a cache keeps its own otherwise.
 
     Returns:
-        The plan; None if tokens are not precise until the budget is full, or heads end at precisions of their own.
+        The plan; None if tokens are not precise until the budget is full.
     """
-    precise, compressed = config.precise, [layer for layer in shape.layers if layer.compressed]
-    if precise is None or not compressed or config.head_precisions is not None:
+    compressed = [layer for layer in shape.layers if layer.compressed]
+    if config.precise is None or not compressed:
         return None
-    most, final = shape.limit or MOST_PLANNED, layer_configs(config, len(compressed))[0].low
+    most, held = shape.limit or MOST_PLANNED, layer_configs(config, len(compressed))
 
     def most_fitting(lowered: bool) -> int:
-        return longest(lambda tokens: _fits_budget(shape, config, batch, moments, tokens, lowered), most)
+        return longest(lambda tokens: _fits_budget(shape, held, batch, moments, tokens, lowered), most)
+
+    def names(precisions: Iterable[Precision]) -> str:
+        return "/".join(precision.full_name for precision in reversed(smaller_first(set(precisions))))
 
     begins, ends = most_fitting(False) + 1, most_fitting(True)
-    return BudgetPlan(int(config.max_bytes or 0), precise.full_name, final.full_name, begins, ends)
+    precise, final = names(layer.high for layer in held), names(layer.low for layer in held)
+    return BudgetPlan(int(config.max_bytes or 0), precise, final, begins, ends)
 
 
 def _fits_budget(
-    shape: ModelShape, config: DiffKVConfig, batch: int, moments: bool, tokens: int, lowered: bool
+    shape: ModelShape, configs: Sequence[DiffKVConfig], batch: int, moments: bool, tokens: int, lowered: bool
 ) -> bool:
-    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all `lowered`."""
+    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that may be.
+
+    Args:
+        configs: configuration of each compressed layer.
+    """
     compressed, size = [layer for layer in shape.layers if layer.compressed], shape.dtype.itemsize
-    stored, slots = max(0, tokens - config.window - config.sinks), config.sinks + config.window + 1
-    budget = int(config.max_bytes or 0)
+    stores = Counter((layer, config.high, config.low) for layer, config in zip(compressed, configs))
+    lowerable: Counter = Counter()
+    for layer, config in zip(compressed, configs):
+        alphas = config.alpha_high if isinstance(config.alpha_high, tuple) else ()
+        heads = sum(alpha == math.inf for alpha in alphas) if alphas else layer.num_key_value_heads
+        lowerable[layer, config.high, config.low] += heads if alphas or config.alpha_high == math.inf else 0
+    first = configs[0]
+    stored, slots = max(0, tokens - first.window - first.sinks), first.sinks + first.window + 1
+    budget = int(first.max_bytes or 0)
     # what a store keeps for its growth until it counts again (`Store.update_limit`)
-    left, held = budget - budget // GROWTH_PART, layer_configs(config, len(compressed))[0]
-    for one, count in Counter(compressed).items():
-        layout = PageLayout.of(held, one.key_dim, one.value_dim, size, shape.limit)
+    left = budget - budget // GROWTH_PART
+    for (one, high, low), count in stores.items():
+        layout = PageLayout.of(replace(first, high=high, low=low), one.key_dim, one.value_dim, size, shape.limit)
         capacities = (layout.high.capacity, layout.low.capacity)
         rows = count * batch * one.num_key_value_heads
         width = -(-(stored + slots) // min(capacities)) + 2
         wide = max(size, INT)
-        window = slots * ((one.key_dim + one.value_dim) * size + INT) + (wide * one.key_dim if config.center else 0)
+        window = slots * ((one.key_dim + one.value_dim) * size + INT) + (wide * one.key_dim if first.center else 0)
         left -= rows * (window + INT * width + ROW_BYTES) + batch * (REQUEST_BYTES * count + Store.refresh_steps + 1)
         left -= 2 * INT * (count + one.num_key_value_heads) + STORE_BYTES
-        if config.adaptive_rounding and layout.low.k_bits <= LARGEST_BITS and not moments:
+        if first.adaptive_rounding and layout.low.k_bits <= LARGEST_BITS and not moments:
             left -= count * one.num_key_value_heads * one.key_dim**2 * wide
+        low_rows = batch * lowerable[one, high, low] if lowered else 0
+        pages = (rows - low_rows) * -(-stored // capacities[0]) + low_rows * -(-stored // capacities[1])
         # the null page, and entries of the free list
-        left -= (rows * -(-stored // capacities[lowered]) + 1) * (layout.page_bytes + PAGE_ENTRIES)
+        left -= (pages + 1) * (layout.page_bytes + PAGE_ENTRIES)
     return left >= 0
 
 

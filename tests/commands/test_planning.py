@@ -38,6 +38,8 @@ CONFIGS = {
     "experts": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 TOKENS = 300
+# final precisions of layers that begin with K8V8, K6V5 and K8V8
+BY_HEAD = (("K4V3", "K4V3"), ("K6V5", "K3V2"), ("K4V3", "K8V8"), ("K4V2", "K4V2"))
 
 
 def run(config: Any, cache: Any, attention: str) -> Any:
@@ -97,6 +99,8 @@ def test_diffkv_bytes_are_those_of_a_cache(name: str, share: float) -> None:
         ("llama", 1, 200_000, "balanced", {}),
         ("llama", 3, 450_000, "small", {"window": 20, "page_bytes": 512}),
         ("sliding", 1, 90_000, "balanced", {"adaptive_rounding": False, "center": False}),
+        ("llama", 1, 200_000, "balanced", {"head_precisions": BY_HEAD}),
+        ("llama", 2, 300_000, "balanced", {"head_precisions": BY_HEAD, "window": 20}),
     ],
 )
 def test_budgets_fill_where_it_is_planned(name: str, batch: int, max_bytes: int, preset: str, fields: dict) -> None:
@@ -109,10 +113,12 @@ def test_budgets_fill_where_it_is_planned(name: str, batch: int, max_bytes: int,
         cache = DiffKVCache(CONFIGS[name], config)
         with torch.no_grad():
             model(torch.zeros(batch, tokens, dtype=torch.int64), **passing(cache), use_cache=True)
-        return int(cache.stores.all[0].low_heads.sum())
+        return sum(int(store.low_heads.sum()) for store in cache.stores.all)
 
     plan = plan_budget(ModelShape.of(CONFIGS[name], "no/such-model"), config, batch, moments=False)
-    assert (plan.precise, plan.final, plan.max_bytes) == ("K8V8", config.high.full_name, config.max_bytes)
+    by_head = config.head_precisions is not None
+    assert plan.precise == ("K8V8/K6V5" if by_head else "K8V8") and plan.max_bytes == config.max_bytes
+    assert plan.final == ("K4V3/K4V2/K3V2" if by_head else config.high.full_name)
     assert 100 < plan.lowering_begins < plan.room_ends < 512
     assert lowered(plan.lowering_begins - 1) == 0 < lowered(plan.lowering_begins) < lowered(plan.room_ends)
     with pytest.raises(MemoryError, match="with all tokens at"):
@@ -123,10 +129,9 @@ def test_budgets_fill_where_it_is_planned(name: str, batch: int, max_bytes: int,
         model(torch.zeros(batch, plan.lowering_begins - 60, dtype=torch.int64), **passing(cache), use_cache=True)
         while True:
             model(torch.zeros(batch, 1, dtype=torch.int64), **passing(cache), use_cache=True)
-            (store,) = cache.stores.all
-            if begins is None and store.low_heads.any():
+            if begins is None and any(store.low_heads.any() for store in cache.stores.all):
                 begins = cache.get_seq_length()
-    page = store.layout.low.capacity + store.refresh_steps
+    page = max(store.layout.low.capacity + store.refresh_steps for store in cache.stores.all)
     assert abs(begins - plan.lowering_begins) <= page
     assert abs(cache.get_seq_length() - plan.room_ends) <= page
 

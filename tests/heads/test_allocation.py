@@ -10,10 +10,12 @@ from itertools import product
 import pytest
 
 from hf_diffkv import Precision
-from hf_diffkv.heads.allocation import HEAD_LADDER, Allocation, allocate, loss_curve
+from hf_diffkv.heads.allocation import FIRST_RUNGS, HEAD_LADDER, Allocation, allocate, fields_for, loss_curve
+from hf_diffkv.heads.lookup import SHIPPED
 from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.pages import PageLayout
 
+K8V8 = Precision(8, 8)
 ERRORS = {2: 0.2, 3: 0.036, 4: 0.008, 5: 0.0018, 6: 0.0005, 8: 0.00003}
 
 
@@ -213,3 +215,21 @@ def test_heads_that_were_not_measured_have_no_curve() -> None:
 def test_a_ratio_below_the_ladder_is_refused() -> None:
     with pytest.raises(ValueError, match="target_ratio=0.1 is below what K3V2 takes"):
         loss_curve({"sensitivity": sensitivity(2).to_dict()}, [0.1])
+
+
+@pytest.mark.parametrize("ratio, most", [(0.2025, 1.02), (0.235, 1.07), (0.27, 1.13)])
+@pytest.mark.parametrize(
+    "name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"]
+)
+def test_final_precisions_of_measured_models(name: str, ratio: float, most: float) -> None:
+    """Layers begin with one of few precisions, and end with at most `most` times the loss of any six pairs."""
+    measured = Sensitivity.load(SHIPPED / f"{name}.json")
+    precisions = fields_for({"sensitivity": measured.to_dict()}, ratio, until_full=True)[0]["head_precisions"]
+    lost = begins = 0.0
+    for layer, heads in enumerate(precisions):
+        first = max({*heads}, key=lambda each: (each.k_bits + each.v_bits, each.k_bits)) if len({*heads}) > 1 else K8V8
+        assert first.name in FIRST_RUNGS
+        lost += sum(measured.loss(layer, head, each) for head, each in enumerate(heads))
+        begins += sum(measured.loss(layer, head, first) for head in range(len(heads)))
+    assert lost <= most * allocate(measured, ratio).loss
+    assert begins <= 0.2 * lost
