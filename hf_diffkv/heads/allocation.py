@@ -29,8 +29,6 @@ HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 MOST_PAIRS = 6
 # precisions with which a layer may begin until a budget is full; the first one if all its heads end at the same
 FIRST_RUNGS = ("K8V8", "K6V5", "K5V4")
-# final precisions after them: as pairs begin with one of few, a smaller one than otherwise makes up for it
-FINAL_LADDER = ("K2V2", *HEAD_LADDER)
 # weight of the loss at the beginning beside that at the end
 BEGINNING_WEIGHT = 0.5
 # keys of a configuration's calibration
@@ -168,8 +166,7 @@ def _allocated(sensitivity: str, target_ratio: float, until_full: bool) -> Alloc
     """Caches `allocate` by the sensitivity as JSON, as every cache of a model needs the same allocation."""
     given = Sensitivity.from_dict(json.loads(sensitivity))
     first = tuple(name for name in FIRST_RUNGS if until_full and given.knows(Precision.parse(name)))
-    ladder = tuple(name for name in FINAL_LADDER if given.knows(Precision.parse(name))) if until_full else HEAD_LADDER
-    return allocate(given, target_ratio, ladder, beginnings=first)
+    return allocate(given, target_ratio, beginnings=first)
 
 
 @dataclass(frozen=True)

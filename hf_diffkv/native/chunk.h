@@ -124,8 +124,9 @@ inline float sum_of_digits(const Work& work, int64_t stride, int64_t head) {
 }
 
 // Multiplies all heads' `query` with the keys, or the values, of a run of pieces of one tier, into `out` [group, stride].
-inline void products(const Step& step, Work& work, const Piece* begin, const Piece* end, bool values,
-                     const float* query, float* out, int64_t stride) {
+template <bool values>
+inline void products(const Step& step, Work& work, const Piece* begin, const Piece* end, const float* query, float* out,
+                     int64_t stride) {
   const Side& side = begin->side(values);
   const int64_t padding = padded(side.dim);
   const int width = width_of(side), heads = int(step.group);
@@ -268,10 +269,11 @@ inline void soften(const Step& step, const Work& work, float query_sum, int64_t 
                    float& total) {
   const Floats sum_of_query = splat(query_sum), cap = splat(step.softcap * LOG2_E);
   const Floats steepness = splat(step.softcap > 0 ? 2 / step.softcap : 0);
+  const bool scaled = step.absorbed;
   Floats top = splat(-INFINITY);
   auto raw = [&](int64_t t) {
     Floats x = load(logits + t);
-    if (!step.absorbed) x = fma(x, load(work.key_scale + t), load(work.key_zero + t) * sum_of_query);
+    if (!scaled) x = fma(x, load(work.key_scale + t), load(work.key_zero + t) * sum_of_query);
     // tanh(y) = 1 - 2 / (exp(2 y) + 1)
     if (step.softcap > 0) x = cap - 2 * cap / (exp2(x * steepness) + 1);
     return x;
@@ -308,8 +310,8 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
   for (int64_t i = 0; i < chunk.pieces; i++) begin[i] = piece_at(step, window, tokens, chunk.first + i);
   load_query(step, chunk.row, work);
   each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
-    products(step, work, first, last, false, work.query, chunk.weights + offset, stride);
-    if (step.absorbed) products(step, work, first, last, true, work.latent_query, work.latent_product + offset, stride);
+    products<false>(step, work, first, last, work.query, chunk.weights + offset, stride);
+    if (step.absorbed) products<true>(step, work, first, last, work.latent_query, work.latent_product + offset, stride);
   });
   // entries after the last token take part in vectors and are dropped
   float* const factors[] = {work.key_scale, work.key_zero, work.value_scale, work.value_zero};
