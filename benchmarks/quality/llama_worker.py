@@ -1,7 +1,7 @@
-"""Runs a job of `isolated.py`, which comes on standard input, by llama.cpp, where neither PyTorch nor Transformers is.
+"""Runs a job of `isolated.py`, which comes on standard input, by llama.cpp, without PyTorch and Transformers.
 
-The reference is llama.cpp's own cache in f16 with the same GGUF file: what its other types are compared with differs from
-them in nothing else. llama.cpp reads a prompt in chunks, and later ones attend to the quantised keys and values of earlier ones.
+The reference is llama.cpp's own cache in f16 with the same GGUF file, which differs from its other caches in nothing
+but the types. A type also affects how the prompt is read, as every token attends to what the cache holds by then.
 
 The exit code is 2 if the job is refused; the last line then says why.
 """
@@ -75,7 +75,9 @@ def run(program: Any, job: dict[str, Any]) -> None:
     done = {record.key for record in known if record.error is None or not job["retry"]}
     for task, documents in job["tasks"]:
         for document in map(read_document, documents):
-            missing = {m: types for m, types in methods.items() if (m, task, document.name, document.digest) not in done}
+            missing = {
+                m: types for m, types in methods.items() if (m, task, document.name, document.digest) not in done
+            }
             for record in records_of(program, missing, task, document, task in job["in_turn"]):
                 record.environment.update(shared["environment"])
                 record.basis.update(shared["basis"])

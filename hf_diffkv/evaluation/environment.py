@@ -1,4 +1,4 @@
-"""Describes the environment of a measurement: versions, commit, hardware. Importing it needs the standard library alone."""
+"""Describes the environment of a measurement: versions, commit, hardware. Importing it needs Python alone."""
 
 from __future__ import annotations
 
