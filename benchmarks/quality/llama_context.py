@@ -1,6 +1,7 @@
 """A cache of llama.cpp, with the types of its keys and values, by the functions of llama-cpp-python.
 
-Only `LlamaCpp` needs that package, so the types are known in every environment.
+Flash attention is on, as quantised values need it; all else is llama.cpp's default, so it rotates keys and values before
+it quantises them. Only `LlamaCpp` needs the package, so the types are known in every environment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_diffkv.evaluation.errors import EvaluationError, unknown
+from hf_diffkv.evaluation.errors import EvaluationError, one_line, unknown
 
 FAMILY = "llama-cpp"
 # numbers that llama.cpp's types quantise together
@@ -106,7 +107,7 @@ class LlamaCpp:
         import llama_cpp
 
         self.api: Any = llama_cpp
-        self.said = ""
+        self.errors: list[str] = []
         # llama.cpp calls it as long as the process runs
         self._log = llama_cpp.llama_log_callback(self._keep_error)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
@@ -115,7 +116,7 @@ class LlamaCpp:
         parameters.n_gpu_layers = 0
         self.model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), parameters)
         if not self.model:
-            raise EvaluationError(f"llama.cpp cannot read {gguf}: {self.said}")
+            raise EvaluationError(f"llama.cpp cannot read {gguf}: {self.take_errors()}")
         if llama_cpp.llama_model_n_swa(self.model):
             raise EvaluationError("llama.cpp is measured on models whose layers all keep all tokens.")
         self.vocabulary: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
@@ -123,7 +124,12 @@ class LlamaCpp:
 
     def _keep_error(self, level: int, text: bytes, data: Any) -> None:
         if level == ERROR_LEVEL:
-            self.said = text.decode(errors="replace").strip()
+            self.errors.append(one_line(text.decode(errors="replace")))
+
+    def take_errors(self) -> str:
+        """Returns what llama.cpp has said of errors since the last call."""
+        said, self.errors = "; ".join(self.errors) or "it gives no reason", []
+        return said
 
     def _shape(self) -> Shape:
         api, model = self.api, self.model
@@ -152,7 +158,7 @@ class LlamaCpp:
         )
         context = api.llama_init_from_model(self.model, parameters)
         if not context:
-            raise RuntimeError(f"llama.cpp makes no cache of {types.keys} and {types.values}: {self.said}")
+            raise RuntimeError(f"llama.cpp makes no cache of {types.keys} and {types.values}: {self.take_errors()}")
         return LlamaCache(self, context, types)
 
 
@@ -195,7 +201,7 @@ class LlamaCache:
         finally:
             api.llama_batch_free(batch)
         if code:
-            raise RuntimeError(f"llama_decode returned {code}: {self.program.said}")
+            raise RuntimeError(f"llama_decode returned {code}: {self.program.take_errors()}")
         self.tokens += len(ids)
         return [self._logits(index) for index in range(max(first, 0), len(ids))]
 

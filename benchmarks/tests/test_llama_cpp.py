@@ -309,7 +309,7 @@ def write_gguf(model: Any, path: Path) -> None:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # the two numbers that rotate together are neighbours in a GGUF file, and half a head apart here
             values = values.view(-1, 2, DIM // 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)) + ".weight", values.contiguous().numpy())
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
