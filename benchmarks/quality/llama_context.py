@@ -7,6 +7,7 @@ it quantises them. Only `LlamaCpp` needs the package, so the types are known in 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,8 @@ class LlamaCpp:
     """
 
     def __init__(self, gguf: Path) -> None:
+        # threads that wait for each other leave their cores to other programs; read when the library is loaded
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import llama_cpp
 
         self.api: Any = llama_cpp
