@@ -1,6 +1,6 @@
 """A cache of llama.cpp, with the types of its keys and values, by the functions of llama-cpp-python.
 
-Flash attention is on, as quantised values need it; all else is llama.cpp's default, so it rotates keys and values before
+Flash attention is on, as quantised values need it. All else is llama.cpp's default: it rotates keys and values before
 it quantises them. Only `LlamaCpp` needs the package, so the types are known in every environment.
 """
 
