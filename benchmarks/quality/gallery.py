@@ -25,9 +25,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "quality"
 TEMPLATE = Path(__file__).with_name("gallery.template.html")
 PAGE = ROOT / "docs" / "gallery.html"
 # of a method that several studies have, the first of these counts, then the others by name
-FIRST = ("heads", "heads_alone", "asked", "peers", "presets", "offline")
+FIRST = ("heads", "qwen", "heads_alone", "asked", "peers", "presets", "offline")
 # studies since presets have the bits that were measured for each head; before, heads had the same bits
-BY_HEAD = ("heads", "heads_alone", "asked")
+BY_HEAD = ("heads", "qwen", "heads_alone", "asked")
 PRESET = re.compile(r"diffkv:(quality|balanced|small)(\+adaptive_rounding=false)?")
 SUBMITTED = "submitted"
 # by the beginning of a method's name
@@ -38,12 +38,14 @@ FAMILIES = {
     "hqq": "Transformers",
     "fp8": "Transformers",
     "kvpress": "kvpress",
+    "llama-cpp": "llama.cpp",
 }
 OTHER_FAMILY = "other policies"
 COLOURS = {
     "hf-diffkv": style_of("diffkv").colour,
     "Transformers": style_of("quanto").colour,
     "kvpress": "#b07aa1",
+    "llama.cpp": style_of("llama-cpp").colour,
     OTHER_FAMILY: "#6b7280",
 }
 

@@ -1,4 +1,4 @@
-"""Runs methods in an environment of their own, by a process of that environment's Python (`worker.py`).
+"""Runs methods in an environment of their own, by a process of that environment's Python (`worker.py`, or another).
 
 The process gets the documents as token ids, loads the model and computes its own dense reference. It writes into its
 own folder within the run's folder, so that an interrupted run can continue.
@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import Method
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, Record, RunFolder
 from hf_diffkv.evaluation.tasks import Document, Task
@@ -33,10 +34,15 @@ class Isolated:
 
     Attributes:
         name: name of the environment.
+        worker: script that runs a job in it.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, worker: Path = WORKER) -> None:
+        self.name, self.worker = name, worker
+
+    def further(self, model: str, tasks: Sequence[tuple[Task, list[Document]]]) -> dict[str, Any]:
+        """Returns further entries of a job for the worker. Raises `EvaluationError` if it cannot run the model."""
+        return {}
 
     def find_python(self) -> Path | None:
         """Returns the Python of the environment, or None if it has not been made."""
@@ -78,9 +84,14 @@ class Isolated:
             "retry": retry,
             "quiet": quiet,
         }
-        reason = self._run_job(job)
-        if reason is None:
+        try:
+            python = self.find_python()
+            if python is None:
+                raise EvaluationError(f"it needs an environment of its own: make {self.name}")
+            self._run_job(python, {**job, **self.further(model, tasks)})
             return []
+        except EvaluationError as error:
+            reason = str(error)
         found = {record.key for record in folder.all_records()}
         missing = [
             Record(label, task.name, document.name, document.digest, error=reason)
@@ -90,14 +101,13 @@ class Isolated:
         ]
         return [record for record in missing if record.key not in found]
 
-    def _run_job(self, job: dict[str, Any]) -> str | None:
-        """Runs a job and returns the reason why it did not finish, or None."""
-        python = self.find_python()
-        if python is None:
-            return f"it needs an environment of its own: make {self.name}"
+    def _run_job(self, python: Path, job: dict[str, Any]) -> None:
+        """Runs a job. Raises `EvaluationError` if it did not finish."""
         # only this checkout is on the path, as packages of this environment must not be found there
         variables = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-        command = [str(python), str(WORKER)]
+        # a worker imports what is beside it
+        variables.pop("PYTHONSAFEPATH", None)
+        command = [str(python), str(self.worker)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
         line = ""
         try:
@@ -109,10 +119,9 @@ class Isolated:
             process.wait()
         finally:
             _end(process)
-        if not process.returncode:
-            return None
-        said = line.strip() if process.returncode == 2 else f"its process ended with exit code {process.returncode}"
-        return f"environment {self.name}: {said}"
+        if process.returncode:
+            said = line.strip() if process.returncode == 2 else f"its process ended with exit code {process.returncode}"
+            raise EvaluationError(f"environment {self.name}: {said}")
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -118,6 +118,27 @@ STUDIES = {
         ),
         tasks="offline",
     ),
+    # the same on a larger model, beside llama.cpp's caches, which are compared with their own f16, and beside what the
+    # model's dtype changes (run it with --model qwen2.5-coder-0.5b, after `make llama-cpp` and `make models GGUF=1`)
+    "qwen": Study(
+        (
+            "dense",
+            "dense:float32",
+            "diffkv:lossless",
+            "diffkv",
+            "diffkv:small",
+            # which is predicted to lose hardly anything (docs/notes/calibration.md), and a smaller one
+            "diffkv:target_ratio=0.2",
+            "diffkv:target_ratio=0.18",
+            f"diffkv:balanced+{ALIKE}",
+            f"diffkv:small+{ALIKE}",
+            "quanto:4",
+            "hqq:4",
+            "fp8",
+            *(f"llama-cpp:{types}" for types in ("f16", "q8_0", "q5_0", "q4_0", "q8_0/q4_0")),
+        ),
+        tasks="dictionary,key-value,passage,updates,text",
+    ),
     # the same on a model of few compressed layers (run it with --model gemma3-270m)
     "heads_alone": Study(
         ("dense", "diffkv", "diffkv:small", f"diffkv:balanced+{ALIKE}", f"diffkv:small+{ALIKE}"), documents=2

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_diffkv.evaluation.documents import read_document
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.import_hook import unregister
 
@@ -45,15 +46,6 @@ def work(job: dict[str, Any]) -> None:
     folder = RunFolder(Path(job["folder"]), job["settings"])
     model = load_model(job["model"], job["settings"]["dtype"], job["device"], job["quiet"])
     run(model, chosen, tasks, folder, retry=job["retry"], quiet=job["quiet"])
-
-
-def read_document(fields: dict[str, Any]) -> Any:
-    """Makes a document from its fields as JSON has them."""
-    from hf_diffkv.evaluation.tasks import Document
-
-    questions = tuple((tuple(question), tuple(answer)) for question, answer in fields["questions"])
-    known = {"questions": questions, **{name: tuple(fields[name]) for name in ("context", "continuation")}}
-    return Document(**{**fields, **known})
 
 
 if __name__ == "__main__":

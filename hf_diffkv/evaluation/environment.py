@@ -1,4 +1,4 @@
-"""Describes the environment of a measurement: versions, commit, hardware. Importing it does not import PyTorch."""
+"""Describes the environment of a measurement: versions, commit, hardware. Importing it needs Python alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 if TYPE_CHECKING:
     import torch
 
-PACKAGES = ("hf-diffkv", "torch", "transformers", "kvpress", "optimum-quanto", "hqq", "datasets")
+PACKAGES = ("hf-diffkv", "torch", "transformers", "kvpress", "llama-cpp-python", "optimum-quanto", "hqq", "datasets")
 GPU_FIELDS = "name,memory.total,driver_version"
 GPU_SECONDS = 10
 
@@ -25,11 +23,15 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     """Returns versions of installed packages, the checkout's commit and the hardware."""
     import torch
 
-    found: dict[str, Any] = {"python": platform.python_version(), **installed(PACKAGES)}
-    found["commit"] = _commit()
+    found = describe_versions()
     found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     found["threads"] = torch.get_num_threads()
     return found
+
+
+def describe_versions() -> dict[str, Any]:
+    """Returns the versions of Python and of installed packages, and the checkout's commit."""
+    return {"python": platform.python_version(), **installed(PACKAGES), "commit": _commit()}
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
@@ -76,6 +78,8 @@ def cores() -> str:
 
 
 def memory() -> str:
+    import psutil
+
     found = psutil.virtual_memory()
     return f"{found.total / 1e9:.1f} GB, {found.available / 1e9:.1f} GB available"
 

@@ -42,6 +42,7 @@ CACHE_STYLES = {
     "quanto": Style("#d55e00", "s", "dashed"),
     "fp8": Style("#005a43", "P"),
     "kvpress": Style("#7a4b00", "X"),
+    "llamacpp": Style("#8b5cf6", "^"),
     "diffkv": Style("#0072b2", "o"),
 }
 OTHER = Style("#6b7280", "p")

@@ -69,7 +69,7 @@ def test_options_of_the_others() -> None:
         ("densse", "unknown method 'densse': did you mean dense"),
         ("zzz", "choose from dense, diffkv"),
         ("", "unknown method ''"),
-        ("dense:4", "no options"),
+        ("dense:4", "has no option but float32"),
         ("diffkv:K9V9", "K9V9"),
         ("diffkv:K8", "option 'K8' of a diffkv method is none of"),
         ("diffkv:0/1", "alpha_low"),

@@ -144,6 +144,36 @@ def test_a_model_is_fetched_once(tool: ModuleType, folder: Path, monkeypatch: py
     assert tool.main(["smollm2"]) == 0
 
 
+def test_a_gguf_file_is_kept_where_it_is_asked_for(
+    tool: ModuleType, folder: Path, gguf_bytes: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = folder / "smollm2.gguf"
+    assert tool.main(["smollm2"]) == 0 and not kept.exists()
+    # of a folder that is there already, the file alone is fetched
+    before = (folder / "smollm2" / "model.safetensors").stat()
+    assert tool.main(["--gguf", "smollm2"]) == 0
+    assert kept.read_bytes() == gguf_bytes
+    after = (folder / "smollm2" / "model.safetensors").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert sorted(path.name for path in folder.iterdir()) == ["smollm2", "smollm2.gguf"]
+    # a damaged one is fetched again
+    kept.write_bytes(gguf_bytes[:-1])
+    assert tool.main(["--gguf"]) == 0
+    assert kept.read_bytes() == gguf_bytes
+    monkeypatch.setattr(tool, "download", lambda *_: pytest.fail("downloaded again"))
+    assert tool.main(["--gguf", "smollm2"]) == 0
+
+
+def test_a_gguf_file_and_its_folder_come_from_one_download(
+    tool: ModuleType, folder: Path, gguf_bytes: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, asked = tool.download, []
+    monkeypatch.setattr(tool, "download", lambda *key: asked.append(key) or given(*key))
+    assert tool.main(["--gguf", "smollm2"]) == 0
+    assert len(asked) == 1 and (folder / "smollm2.gguf").read_bytes() == gguf_bytes
+    AutoModelForCausalLM.from_pretrained(folder / "smollm2")
+
+
 def test_a_file_is_parsed_once(tool: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, tables = [], []
     given, read, names = gguf.GGUFReader, gguf.GGUFReader.__init__, gguf.get_tensor_name_map

@@ -15,7 +15,7 @@ METHODS: Registry[Callable[[list[str]], Method]] = Registry("method", __name__)
 # decorator for the function that builds the methods of a family, called with its name
 method = METHODS.add
 # methods of a checkout's scripts
-ELSEWHERE = {"kvpress": "benchmarks/quality/peers.py"}
+ELSEWHERE = dict.fromkeys(("kvpress", "llama-cpp"), "benchmarks/quality/peers.py")
 
 
 def get_method(text: str) -> Method:

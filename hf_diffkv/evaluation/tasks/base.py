@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ..documents import Document
 from ..session import Session
 
 # sum and weight of one document by metric; a figure over documents is the sum of sums over the sum of weights
@@ -39,37 +38,6 @@ RIGHT = Metric("right", "right", True, digits=None)
 KL = Metric("kl", "KL", False, digits=4)
 TOP1 = Metric("top1", "top-1", True)
 PERPLEXITY = Metric("nll", "perplexity", False, transform=math.exp, digits=2)
-
-
-@dataclass(frozen=True)
-class Document:
-    """A prompt with its questions or its continuation.
-
-    Attributes:
-        name: name, unique within the task.
-        context: token ids of the prompt.
-        questions: token ids of each question and of its answer, for tasks that ask.
-        continuation: token ids that follow the prompt, for tasks that continue.
-        extra: further data of the task, ready for JSON.
-    """
-
-    name: str
-    context: tuple[int, ...]
-    questions: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    continuation: tuple[int, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """Largest number of tokens that a cache sees of the document."""
-        longest = max((len(q) + len(a) for q, a in self.questions), default=0)
-        return len(self.context) + max(longest, len(self.continuation)) + self.extra.get("more_tokens", 0)
-
-    @property
-    def digest(self) -> str:
-        """Digest of the content, which differs between tokenizers for example, 16 hexadecimal digits."""
-        content = json.dumps([self.context, self.questions, self.continuation, self.extra], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
