@@ -120,7 +120,7 @@ def test_a_method_that_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Has a line that says why, and is run again if that is asked for."""
+    """Gets a line that says why, and is run again if that is asked for."""
     records, method = measuring.Records(tmp_path), get_method("diffkv")
     with monkeypatch.context() as broken:
         broken.setattr(type(method), "new_cache", lambda *ignored: 1 / 0)

@@ -83,8 +83,9 @@ def turns_of(text: str) -> tuple[list[dict[str, str]], str]:
     if len(parts) < 3 or len(parts) % 2 == 0 or parts[0]:
         raise ValueError(f"a prompt of RULER has {len(parts) - 1} marks, and must begin with one.")
     roles = ["user", "assistant"] * (len(parts) // 2)
-    turns = [{"role": role, "content": part} for role, part in zip(roles, parts[1:])]
-    return [*({**turn, "content": turn["content"].strip()} for turn in turns[:-2]), turns[-2]], turns[-1]["content"]
+    *turns, question, (_, beginning) = zip(roles, parts[1:])
+    solved = [(role, part.strip()) for role, part in turns]
+    return [{"role": role, "content": part} for role, part in [*solved, question]], beginning
 
 
 def prompt_text(tokenizer: Any, text: str) -> str:

@@ -55,10 +55,8 @@ def tables(records: Sequence[Record], methods: Sequence[str] | None = None) -> s
     for record in records:
         if methods is None or record.method in methods or record.method == DENSE:
             groups.setdefault(group_of(record), []).append(record)
-    texts = [
-        f"**{' '.join(filter(None, group))}**\n\n{_table(found, methods)}" for group, found in sorted(groups.items())
-    ]
-    return "\n".join(texts)
+    titles = {group: " ".join(filter(None, group)) for group in groups}
+    return "\n".join(f"**{titles[group]}**\n\n{_table(found, methods)}" for group, found in sorted(groups.items()))
 
 
 def group_of(record: Record) -> tuple[str, str]:
