@@ -78,10 +78,19 @@ def _add_suite(suite: str) -> None:
     @case_options
     @click.option("--methods", default=DEFAULT_METHODS, metavar="A,B", help="As in `hf-diffkv evaluate`.")
     @results_option
+    @click.option("--share-prompts", is_flag=True, help="Read each prompt once for all methods that allow it.")
     @click.option("--retry", is_flag=True, help="Run again what failed before.")
     @click.option("--threads", type=AtLeast(), metavar="N", help="Threads of PyTorch.  [default: its own choice]")
     @quiet_option
-    def run(methods: str, results: Path, retry: bool, threads: int | None, quiet: bool, **given: Any) -> None:
+    def run(
+        methods: str,
+        results: Path,
+        share_prompts: bool,
+        retry: bool,
+        threads: int | None,
+        quiet: bool,
+        **given: Any,
+    ) -> None:
         import torch
 
         if threads is not None:
@@ -96,7 +105,7 @@ def _add_suite(suite: str) -> None:
         tokenizer, cases = cases_of(suite, **given)
         model = load_model(given["model"], quiet=quiet)
         records = records_of(results, given["model"])
-        measure(model, tokenizer, chosen, cases, records, retry=retry, quiet=quiet)
+        measure(model, tokenizer, chosen, cases, records, share=share_prompts, retry=retry, quiet=quiet)
         print(tables(_read(records, {case.task for case in cases})), end="")
 
 
