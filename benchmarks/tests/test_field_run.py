@@ -177,6 +177,7 @@ def test_answers_of_another_engine(
 SHARING = ["dense", "diffkv", "diffkv:small", "diffkv:quality", "diffkv:3/0.5", "diffkv:K8V4", "quanto:4", "fp8"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("label", SHARING)
 def test_a_shared_prompt_is_a_method_s_own(
     script: Callable[[str], ModuleType], tiny_lm: Any, label: str, uncompiled_quanto: None
@@ -186,8 +187,8 @@ def test_a_shared_prompt_is_a_method_s_own(
     code, method = AutoTokenizer.from_pretrained(TINY_LM), get_method(label)
     assert shared_prompts.can_share(method, tiny_lm)
     ends = (code("\n").input_ids[0],)
-    for key in ("sky", "tin", "oak"):
-        ids = tuple(code(f"{FACTS}?{key}=").input_ids)
+    for key in ("sky", "oak"):
+        ids = tuple(code(f"{FACTS[:600]}\n?{key}=").input_ids)
         given = shared_prompts.hand_over(tiny_lm, method, shared_prompts.read_prompt(tiny_lm, ids))
         own = Session(tiny_lm, method)
         own.forward(ids)
@@ -196,7 +197,7 @@ def test_a_shared_prompt_is_a_method_s_own(
             assert _nearly_all_equal(mine, theirs)
         token = code("4").input_ids
         torch.testing.assert_close(given.forward(token), own.forward(token), rtol=0, atol=0.02)
-        case = answers.Case("vt", "0", ids, 40, ends)
+        case = answers.Case("vt", "0", ids, 24, ends)
         shared, alone = (answers.Answering(tiny_lm, share).answer(method, case) for share in (True, False))
         assert shared.ids == alone.ids and shared.held == alone.held and shared.dense_bytes == alone.dense_bytes
         assert shared.shared and not alone.shared and len(shared.ids) > 3
@@ -205,10 +206,18 @@ def test_a_shared_prompt_is_a_method_s_own(
 
 def _nearly_all_equal(mine: Any, theirs: Any) -> bool:
     """Whether two layers hold the same keys and values: rounding may move few of them to a neighbouring code."""
-    pairs = [(getattr(mine, name), getattr(theirs, name)) for name in ("keys", "values")]
+    pairs = list(zip(_held(mine), _held(theirs)))
+    assert all(a.numel() > 1000 for a, _ in pairs)
     return all(
         a.shape == b.shape and float(torch.isclose(a, b, rtol=1e-3, atol=1e-4).float().mean()) > 0.99 for a, b in pairs
     )
+
+
+def _held(layer: Any) -> list[torch.Tensor]:
+    """Keys and values of a layer; quantised ones by themselves, without the residual."""
+    if hasattr(layer, "_quantized_keys"):
+        return [layer._dequantize(part) for part in (layer._quantized_keys, layer._quantized_values)]
+    return [layer.keys, layer.values]
 
 
 def test_the_command(script: Callable[[str], ModuleType], tmp_path: Path, capsys: Any) -> None:
