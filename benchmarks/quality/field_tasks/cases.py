@@ -92,7 +92,7 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], prefix: str
 
 def ends_of(tokenizer: Any, *marks: str) -> tuple[int, ...]:
     """Returns the ids that end an answer: the tokenizer's own end, `END_MARKS`, and `marks` that are single tokens."""
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_added_vocab()
     found = {vocabulary[mark] for mark in END_MARKS if mark in vocabulary}
     found |= {ids[0] for ids in (encode(tokenizer, mark) for mark in marks) if len(ids) == 1}
     if tokenizer.eos_token_id is not None:

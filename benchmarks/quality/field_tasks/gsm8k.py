@@ -9,6 +9,7 @@ An answer scores if its last number behind ####, or else its last number, is the
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -46,12 +47,13 @@ def cases(source: Source) -> list[Case]:
 def case_of(tokenizer: Any, task: str, problem: dict[str, str], turns: list[dict[str, str]]) -> Case:
     """Makes the case of a problem with `id`, `prompt` and `expected`, after earlier turns."""
     messages = [*turns, {"role": "user", "content": f"{problem['prompt']}\n\n{REQUEST}"}]
-    whole = encode(tokenizer, chat_text(tokenizer, messages))
-    earlier = encode(tokenizer, chat_text(tokenizer, turns, asked=False)) if turns else ()
-    if whole[: len(earlier)] != earlier:
+    whole = chat_text(tokenizer, messages)
+    before = chat_text(tokenizer, turns, asked=False) if turns else ""
+    if not whole.startswith(before):
         raise ValueError("the chat template writes earlier turns differently when another one follows.")
     reference = {"expected": problem["expected"]}
-    return Case(task, problem["id"], whole[len(earlier) :], LIMIT, ends_of(tokenizer), reference, earlier)
+    ids = encode(tokenizer, whole[len(before) :])
+    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, _encode_once(tokenizer, before))
 
 
 def earlier_turns(tokenizer: Any, passages: list[Passage], length: int, group: int) -> list[dict[str, str]]:
@@ -65,12 +67,22 @@ def earlier_turns(tokenizer: Any, passages: list[Passage], length: int, group: i
     """
     order = random.Random(f"{SEED}/{group}").sample(range(len(passages)), len(passages))
     turns: list[dict[str, str]] = []
+    text, tokens = "", 0
     for index in order:
         passage, question, answer = passages[index]
         turns += [{"role": "user", "content": f"{passage}\n\n{question}"}, {"role": "assistant", "content": answer}]
-        if len(encode(tokenizer, chat_text(tokenizer, turns, asked=False))) >= length:
+        longer = chat_text(tokenizer, turns, asked=False)
+        tokens += len(encode(tokenizer, longer[len(text) :]))
+        text = longer
+        if tokens >= length:
             return turns
     raise ValueError(f"the passages have fewer than {length} tokens.")
+
+
+@functools.lru_cache(maxsize=1)
+def _encode_once(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Encodes the text of earlier turns, which come for several problems one after the other."""
+    return encode(tokenizer, text)
 
 
 def squad() -> list[Passage]:
