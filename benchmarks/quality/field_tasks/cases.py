@@ -1,0 +1,116 @@
+"""Cases: prompts as token ids, with what it takes to score an answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_diffkv.evaluation.errors import EvaluationError
+
+# marks after which chat models write nothing more, where a vocabulary has them
+END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Options for making cases.
+
+    Attributes:
+        tokenizer: tokenizer of the model, which has a chat template.
+        path: folder or Hub id of the tokenizer.
+        tasks: names of the tasks.
+        samples: number of cases of each task; None takes all, if there is an end.
+        length: number of tokens of the context, as the suite counts them; None takes the suite's own.
+    """
+
+    tokenizer: Any
+    path: str
+    tasks: tuple[str, ...]
+    samples: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt to be continued greedily.
+
+    Attributes:
+        task, name: names of the task and of the case in it.
+        ids: token ids that the answer follows.
+        limit: maximum number of generated tokens.
+        ends: token ids at which the answer ends.
+        reference: data for scoring, ready for JSON.
+        earlier: token ids of earlier turns, which the cache holds before it reads `ids`.
+    """
+
+    task: str
+    name: str
+    ids: tuple[int, ...]
+    limit: int
+    ends: tuple[int, ...]
+    reference: dict[str, Any] = field(default_factory=dict)
+    earlier: tuple[int, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything but the names."""
+        content = [self.earlier, self.ids, self.limit, self.ends, self.reference]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the whole prompt."""
+        return len(self.earlier) + len(self.ids)
+
+
+def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Returns the token ids of a text in which special tokens may be written out."""
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], prefix: str = "", asked: bool = True) -> str:
+    """Writes turns in the model's chat template.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        messages: turns with `role` and `content`.
+        prefix: beginning of the answer, right after the template's opening of the assistant's turn.
+        asked: whether the assistant's turn is opened at the end.
+
+    Raises:
+        EvaluationError: the tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise EvaluationError("the model has no chat template, which these tasks need; choose a chat model.")
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asked)
+    return text + prefix
+
+
+def ends_of(tokenizer: Any, *marks: str) -> tuple[int, ...]:
+    """Returns the ids that end an answer: the tokenizer's own end, `END_MARKS`, and `marks` that are single tokens."""
+    vocabulary = tokenizer.get_added_vocab()
+    found = {vocabulary[mark] for mark in END_MARKS if mark in vocabulary}
+    found |= {ids[0] for ids in (encode(tokenizer, mark) for mark in marks) if len(ids) == 1}
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return tuple(sorted(found))
+
+
+def answer_text(tokenizer: Any, case: Case, ids: Sequence[int]) -> str:
+    """Returns the text of generated ids without the token that ended them."""
+    ids = list(ids)
+    if ids and ids[-1] in case.ends:
+        ids = ids[:-1]
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def write_cases(path: Path, cases: Iterable[Case]) -> None:
+    """Writes cases as JSON lines, with their digests, for engines that run elsewhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        for case in cases:
+            file.write(json.dumps({**asdict(case), "digest": case.digest}) + "\n")

@@ -1,0 +1,119 @@
+"""GSM8K: 100 problems of arithmetic with room for long reasoning, also behind earlier turns of a conversation.
+
+`gsm8k` asks each problem by itself. In `gsm8k_turns` the conversation has some 4,000 tokens of questions about passages
+(SQuAD's, from RULER's wheel) with their answers before it. The cache has read these turns, and compressed them, before
+the problem comes. `GROUP` problems follow the same turns.
+
+An answer scores if its last number behind ####, or else its last number, is the right one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from . import wheels
+from .cases import Case, Source, chat_text, encode, ends_of
+
+TASKS = ("gsm8k", "gsm8k_turns")
+LIMIT = 1024
+# a passage, a question and its answer
+Passage = tuple[str, str, str]
+# tokens of earlier turns, and problems behind the same ones
+LENGTH, GROUP = 4096, 20
+SEED = 0
+REQUEST = "Reason step by step, and write the final number after ####."
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def cases(source: Source) -> list[Case]:
+    """Makes the cases, task by task. Raises `EvaluationError` if the data is missing."""
+    lines = (wheels.site() / wheels.GSM8K).read_text(encoding="utf-8").splitlines()
+    problems = [json.loads(line) for line in lines if line.strip()][: source.samples]
+    found = [case_of(source.tokenizer, "gsm8k", problem, []) for problem in problems] if "gsm8k" in source.tasks else []
+    if "gsm8k_turns" not in source.tasks:
+        return found
+    passages = squad()
+    for start in range(0, len(problems), GROUP):
+        turns = earlier_turns(source.tokenizer, passages, source.length or LENGTH, start // GROUP)
+        found += [case_of(source.tokenizer, "gsm8k_turns", each, turns) for each in problems[start : start + GROUP]]
+    return found
+
+
+def case_of(tokenizer: Any, task: str, problem: dict[str, str], turns: list[dict[str, str]]) -> Case:
+    """Makes the case of a problem with `id`, `prompt` and `expected`, after earlier turns."""
+    messages = [*turns, {"role": "user", "content": f"{problem['prompt']}\n\n{REQUEST}"}]
+    whole = chat_text(tokenizer, messages)
+    before = chat_text(tokenizer, turns, asked=False) if turns else ""
+    if not whole.startswith(before):
+        raise ValueError("the chat template writes earlier turns differently when another one follows.")
+    reference = {"expected": problem["expected"]}
+    ids = encode(tokenizer, whole[len(before) :])
+    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, _encode_once(tokenizer, before))
+
+
+def earlier_turns(tokenizer: Any, passages: list[Passage], length: int, group: int) -> list[dict[str, str]]:
+    """Draws questions about passages with their answers, until they have `length` tokens in the chat template.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        passages: passages, with a question and its answer each.
+        length: least number of tokens.
+        group: number of the draw.
+    """
+    order = random.Random(f"{SEED}/{group}").sample(range(len(passages)), len(passages))
+    turns: list[dict[str, str]] = []
+    text, tokens = "", 0
+    for index in order:
+        passage, question, answer = passages[index]
+        turns += [{"role": "user", "content": f"{passage}\n\n{question}"}, {"role": "assistant", "content": answer}]
+        longer = chat_text(tokenizer, turns, asked=False)
+        tokens += len(encode(tokenizer, longer[len(text) :]))
+        text = longer
+        if tokens >= length:
+            return turns
+    raise ValueError(f"the passages have fewer than {length} tokens.")
+
+
+@functools.lru_cache(maxsize=1)
+def _encode_once(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Encodes the text of earlier turns, which come for several problems one after the other."""
+    return encode(tokenizer, text)
+
+
+def squad() -> list[Passage]:
+    """Reads passages of SQuAD, with the first question of each that has an answer."""
+    path = wheels.site() / wheels.RULER / "data" / "synthetic" / "json" / "squad.json"
+    return list(_answered(json.loads(path.read_text(encoding="utf-8"))))
+
+
+def _answered(data: dict[str, Any]) -> Iterator[Passage]:
+    for article in data["data"]:
+        for paragraph in article["paragraphs"]:
+            known = [each for each in paragraph["qas"] if not each["is_impossible"] and each["answers"]]
+            if known:
+                yield paragraph["context"], known[0]["question"], known[0]["answers"][0]["text"]
+
+
+def final_number(text: str) -> float | None:
+    """Returns the first number behind the last ####, or else the last number; None if there is none."""
+    _, mark, behind = text.rpartition("####")
+    found = NUMBER.findall(behind)
+    if mark and found:
+        return _value(found[0])
+    found = NUMBER.findall(text)
+    return _value(found[-1]) if found else None
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def score(case: Case, text: str) -> float:
+    """Returns 1 if the answer's final number is the right one, else 0."""
+    given = final_number(text)
+    return float(given is not None and abs(given - _value(case.reference["expected"])) < 1e-6)

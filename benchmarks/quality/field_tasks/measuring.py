@@ -1,0 +1,199 @@
+"""Runs methods on cases, with a record on disk after each, and joins answers that other engines gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from hf_diffkv.evaluation.basis import bases_of, same_basis
+from hf_diffkv.evaluation.environment import describe_environment
+from hf_diffkv.evaluation.errors import EvaluationError, one_line
+from hf_diffkv.evaluation.methods import HeldBytes, Method
+from hf_diffkv.evaluation.records import Record, read_records
+
+from . import suite_of
+from .answers import Answer, Answering
+from .cases import Case, answer_text
+
+SCORE = "score"
+# fields of an answer of another engine: those it must have, and those it may have
+NEEDED = ("method", "task", "name", "digest", "ids", "seconds")
+OPTIONAL = ("bytes", "payload_bytes", "dense_bytes", "environment", "basis", "error")
+
+
+class Records:
+    """Records of one model: a file of JSON lines for each task.
+
+    Args:
+        folder: folder of the model, which is made if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, task: str) -> Path:
+        return self.folder / f"{task}.jsonl"
+
+    def of(self, task: str) -> list[Record]:
+        """Returns the records of a task; of several with the same key the last."""
+        path = self.path(task)
+        if not path.exists():
+            return []
+        self._mend(path)
+        return read_records([path])
+
+    def add(self, record: Record) -> None:
+        """Appends a record and syncs it to disk."""
+        with open(self.path(record.task), "a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _mend(self, path: Path) -> None:
+        """Removes the incomplete line that a killed run may have left."""
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with open(path, "r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    methods: Sequence[Method],
+    cases: Sequence[Case],
+    records: Records,
+    *,
+    share: bool = False,
+    retry: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Adds a record for every method and case that has none of the same basis (`basis.bases_of`).
+
+    Args:
+        model, tokenizer: loaded model and its tokenizer.
+        methods: methods to run, on each case one after the other.
+        cases: cases in the order in which they are run.
+        records: records of the model.
+        share: whether prompts are read once for several methods (`shared_prompts.py`).
+        retry: whether to repeat what failed before.
+        quiet: whether to hide the progress bar.
+    """
+    bases = bases_of(model, methods)
+    known = [record for task in dict.fromkeys(case.task for case in cases) for record in records.of(task)]
+    done = {
+        record.key
+        for record in known
+        if record.method in bases and same_basis(record, bases[record.method]) and not (retry and record.error)
+    }
+    environment = describe_environment(model.device)
+    answering = Answering(model, share)
+    with tqdm(total=len(cases) * len(methods), unit="answer", disable=quiet or None, dynamic_ncols=True) as bar:
+        for case in cases:
+            for method in methods:
+                if (method.label, case.task, case.name, case.digest) not in done:
+                    bar.set_description(f"{case.task} {case.name} {method.label}")
+                    record = _measured(answering, tokenizer, method, case)
+                    record.environment.update(environment)
+                    record.basis.update(bases[method.label])
+                    records.add(record)
+                    if record.error is not None:
+                        bar.write(f"{method.label} failed on {case.task} {case.name}: {record.error}")
+                bar.update(1)
+
+
+def _measured(answering: Answering, tokenizer: Any, method: Method, case: Case) -> Record:
+    started = time.perf_counter()
+    try:
+        answer = answering.answer(method, case)
+    except EvaluationError:
+        raise
+    except Exception as problem:
+        # any error of another library's cache is a result and must not end the run
+        error = one_line(f"{type(problem).__name__}: {problem}")
+        seconds = time.perf_counter() - started
+        return Record(method.label, case.task, case.name, case.digest, error=error, seconds=seconds)
+    return record_of(method.label, tokenizer, case, answer)
+
+
+def record_of(label: str, tokenizer: Any, case: Case, answer: Answer) -> Record:
+    """Scores an answer and returns its record, without environment and basis."""
+    text = answer_text(tokenizer, case, answer.ids)
+    held = answer.held
+    details = {
+        "prompt_tokens": case.tokens,
+        "generated_tokens": len(answer.ids),
+        "shared_prompt": answer.shared,
+        "ended": bool(answer.ids) and answer.ids[-1] in case.ends,
+        "text": text,
+    }
+    return Record(
+        label,
+        case.task,
+        case.name,
+        case.digest,
+        metrics={SCORE: (suite_of(case.task).score(case, text), 1.0)},
+        bytes=None if held is None else held.bytes,
+        payload_bytes=None if held is None else held.payload_bytes,
+        dense_bytes=answer.dense_bytes,
+        simulated=held is not None and held.simulated,
+        seconds=answer.seconds,
+        details=details,
+    )
+
+
+def join(tokenizer: Any, cases: Iterable[Case], lines: Iterable[Mapping[str, Any]], records: Records) -> int:
+    """Scores the answers of another engine and adds their records, but for those that are there.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        cases: cases that the engine may have answered.
+        lines: answers, with the fields `NEEDED` and perhaps `OPTIONAL`; `ids` are the generated token ids.
+        records: records of the model.
+
+    Returns:
+        The number of records added.
+
+    Raises:
+        EvaluationError: a line has other fields, or answers none of the cases.
+    """
+    by_key = {(case.task, case.name, case.digest): case for case in cases}
+    known = {record.key for task in {case.task for case in by_key.values()} for record in records.of(task)}
+    added = 0
+    for number, line in enumerate(lines, start=1):
+        missing = [name for name in NEEDED if name not in line]
+        other = sorted(set(line) - {*NEEDED, *OPTIONAL})
+        if missing or other:
+            raise EvaluationError(f"answer {number} lacks {missing} or has unknown fields {other}.")
+        case = by_key.get((line["task"], line["name"], line["digest"]))
+        if case is None:
+            raise EvaluationError(
+                f"answer {number} ({line['task']} {line['name']}, digest {line['digest']}) is to none of these cases; "
+                "give the options with which the prompts were written."
+            )
+        record = _joined(tokenizer, case, line)
+        if record.key not in known:
+            records.add(record)
+            known.add(record.key)
+            added += 1
+    return added
+
+
+def _joined(tokenizer: Any, case: Case, line: Mapping[str, Any]) -> Record:
+    if line.get("error"):
+        record = Record(line["method"], case.task, case.name, case.digest, error=line["error"], seconds=line["seconds"])
+    else:
+        held = HeldBytes(line["bytes"], line.get("payload_bytes")) if line.get("bytes") is not None else None
+        answer = Answer(tuple(line["ids"]), held, line.get("dense_bytes"), line["seconds"])
+        record = record_of(line["method"], tokenizer, case, answer)
+    record.environment.update(line.get("environment") or {})
+    record.basis.update(line.get("basis") or {})
+    return record

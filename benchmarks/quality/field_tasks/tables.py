@@ -1,0 +1,133 @@
+"""Markdown tables of the records: means per method, and their differences to the dense cache over the same cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_diffkv.evaluation.methods.dense import DENSE
+from hf_diffkv.evaluation.records import Record
+from hf_diffkv.evaluation.statistics import Estimate, estimate
+
+from . import SUITES, suite_of
+from .measuring import SCORE
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Scores of a method minus those of the dense cache, over the cases that both answered.
+
+    Attributes:
+        estimate: mean difference with its bootstrap interval.
+        better, worse: number of cases with a higher and with a lower score.
+    """
+
+    estimate: Estimate
+    better: int
+    worse: int
+
+
+def difference(records: Iterable[Record], dense: Iterable[Record]) -> Difference | None:
+    """Returns the paired difference of a method to the dense cache; None without a case that both answered.
+
+    Every case counts the same, whatever its task. The interval is that of a bootstrap over cases.
+    """
+    reference = {record.key[1:]: _score(record) for record in dense if record.error is None}
+    pairs = [(_score(record), reference.get(record.key[1:])) for record in records if record.error is None]
+    differences = [mine - other for mine, other in pairs if other is not None]
+    if not differences:
+        return None
+    return Difference(
+        estimate([(value, 1.0) for value in differences]),
+        sum(value > 0 for value in differences),
+        sum(value < 0 for value in differences),
+    )
+
+
+def tables(records: Sequence[Record], methods: Sequence[str] | None = None) -> str:
+    """Formats a table for each suite and length, with a row for each method.
+
+    Args:
+        records: records of one model.
+        methods: methods in the order of rows; None takes all, the dense cache first and then by bytes.
+    """
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if methods is None or record.method in methods or record.method == DENSE:
+            groups.setdefault(group_of(record), []).append(record)
+    titles = {group: " ".join(filter(None, group)) for group in groups}
+    return "\n".join(f"**{titles[group]}**\n\n{_table(found, methods)}" for group, found in sorted(groups.items()))
+
+
+def group_of(record: Record) -> tuple[str, str]:
+    """Returns the suite of a record, and its length if names of cases have one."""
+    suite = next(name for name, module in SUITES.items() if module is suite_of(record.task))
+    length, slash, _ = record.document.rpartition("/")
+    return suite, length if slash else ""
+
+
+def _table(records: Sequence[Record], methods: Sequence[str] | None) -> str:
+    order = suite_of(records[0].task).TASKS
+    tasks = sorted({record.task for record in records}, key=order.index)
+    rows = {method: [record for record in records if record.method == method] for method in _order(records, methods)}
+    head = ["method", "real bytes", *tasks, *(["mean"] if len(tasks) > 1 else [])]
+    head += ["difference to dense (95 %)", "better, worse", "tokens", "answers"]
+    dense = [record for record in records if record.method == DENSE]
+    lines = [head, ["---"] * len(head), *(_row(label, found, tasks, dense) for label, found in rows.items())]
+    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    failed = {
+        label: list(dict.fromkeys(record.error for record in found if record.error is not None))
+        for label, found in rows.items()
+    }
+    notes = [f"- `{label}` failed: {error}\n" for label, errors in failed.items() for error in errors]
+    return text + ("\n" + "".join(notes) if notes else "")
+
+
+def _order(records: Sequence[Record], methods: Sequence[str] | None) -> list[str]:
+    found = list(dict.fromkeys(record.method for record in records))
+    if methods is not None:
+        return [label for label in dict.fromkeys([*methods]) if label in found]
+    ratio = {label: _ratio([record for record in records if record.method == label]) for label in found}
+    return sorted(found, key=lambda label: (label != DENSE, ratio[label] is None, -(ratio[label] or 0.0)))
+
+
+def _row(label: str, records: Sequence[Record], tasks: Sequence[str], dense: Sequence[Record]) -> list[str]:
+    good = [record for record in records if record.error is None]
+    ratio = _ratio(good)
+    means = [_mean([_score(record) for record in good if record.task == task]) for task in tasks]
+    cells = [f"`{label}`", "-" if ratio is None else f"{ratio:.1%}", *map(_percent, means)]
+    if len(tasks) > 1:
+        cells.append(_percent(_mean([mean for mean in means if mean is not None]) if None not in means else None))
+    found = None if label == DENSE else difference(good, dense)
+    cells += ["-", "-"] if found is None else [_with_interval(found.estimate), f"{found.better}, {found.worse}"]
+    tokens = _mean([float(record.details["generated_tokens"]) for record in good])
+    return [*cells, "-" if tokens is None else f"{tokens:.0f}", _counted(records, good)]
+
+
+def _counted(records: Sequence[Record], good: Sequence[Record]) -> str:
+    return f"{len(good)}" if len(good) == len(records) else f"{len(good)} of {len(records)}"
+
+
+def _score(record: Record) -> float:
+    total, weight = record.metrics[SCORE]
+    return total / weight
+
+
+def _ratio(records: Sequence[Record]) -> float | None:
+    known = [(record.bytes, record.dense_bytes) for record in records if record.error is None]
+    if not known or any(held is None or not dense for held, dense in known):
+        return None
+    return sum(held for held, _ in known) / sum(dense for _, dense in known)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _with_interval(found: Estimate) -> str:
+    mean, low, high = (100 * value for value in (found.mean, found.low, found.high))
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"

