@@ -5,13 +5,15 @@ the standard library alone.
 
     {"prompt": [ids]}   reads the prompt; answers {"seconds": ..., "next": the likeliest token}
     {"steps": [ids]}    takes these tokens one by one; answers {"ms": [...], "waited": ...}
-    {"end": true}       answers {"peak_bytes": ..., "cache_bytes": ...} and ends
+    {"end": true}       answers {"peak_bytes": ..., "loading_peak_bytes": ..., "cache_bytes": ...} and ends
 
-`waited` is the processor seconds that the process spent between its last answer and the request.
+`waited` is the processor seconds that the process spent between its last answer and the request,
+`peak_bytes` the peak after loading, where the system can tell.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
 
 
 class Runtime(Protocol):
@@ -45,13 +48,16 @@ def serve(load: Callable[[dict[str, Any]], Runtime]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     runtime = load(json.loads(sys.stdin.readline()))
+    loading = peak_bytes()
+    forget_peak()
     say(answers, runtime.about())
     worked = time.process_time()
     for line in sys.stdin:
         request = json.loads(line)
         waited = time.process_time() - worked
         if "end" in request:
-            say(answers, {"peak_bytes": peak_bytes(), "cache_bytes": runtime.held()})
+            peaks = {"peak_bytes": peak_bytes(), "loading_peak_bytes": loading}
+            say(answers, {**peaks, "cache_bytes": runtime.held()})
             return
         if "prompt" in request:
             began = time.perf_counter()
@@ -73,8 +79,14 @@ def say(answers: TextIO, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
+def forget_peak() -> None:
+    """Lets the system measure the peak of memory anew, if it can."""
+    with contextlib.suppress(OSError):
+        CLEAR.write_text("5")
+
+
 def peak_bytes() -> int | None:
-    """Peak resident memory of this process since its start, files mapped into it included; None if nothing tells."""
+    """Peak resident memory of this process since `forget_peak`, mapped files included; None if nothing tells."""
     if not STATUS.is_file():
         return None
     return 1024 * int(re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)[1])

@@ -18,7 +18,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "from-llama-cpp.md"
 BLOCK = re.compile(r"(<!-- cpu_stack: (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CASE = ("device", "threads", "model", "tokens", "stack", "weights", "cache")
 HEADER = ("stack", "weights", "cache", "tokens", "ms per token", "least", "deviation", "prompt, s", "peak, MB")
-HEADER += ("cache, MB",)
+HEADER += ("loading, MB", "cache, MB")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines = [
             [*kind(row), f"{row['tokens']:,}"]
             + [f"{row[key]:.1f}" for key in ("step_ms", "step_min_ms", "step_deviation_ms", "prompt_seconds")]
-            + [megabytes(row[key]) for key in ("peak_bytes", "cache_bytes")]
+            + [megabytes(row[key]) for key in ("peak_bytes", "loading_peak_bytes", "cache_bytes")]
             for row in sorted(mine, key=lambda row: (kinds.index(kind(row)), row["tokens"]))
         ]
         commits = ", ".join(dict.fromkeys(row["commit"] for row in mine))
