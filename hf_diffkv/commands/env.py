@@ -17,6 +17,7 @@ from .console import Command
 from .options import json_option
 
 VERSIONED = ("hf-diffkv", "hf-diffkv-serving", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")
+CPU_INFO = Path("/proc/cpuinfo")
 REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
 
 
@@ -30,7 +31,7 @@ def command(as_json: bool) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         lines["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
     found = gpus()
-    if not found:
+    if not found and _has_fast_4bit():
         lines["advice"] = _advice()
     lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none that nvidia-smi knows"}
     try:
@@ -38,6 +39,11 @@ def command(as_json: bool) -> None:
     except OSError as error:
         lines["native code"] = f"{error}: {REINSTALL}"
     click.echo(json.dumps(lines, indent=2) if as_json else "\n".join(f"{name}: {lines[name]}" for name in lines))
+
+
+def _has_fast_4bit() -> bool:
+    """Returns whether the processor has AVX512-BF16, without which bitsandbytes unpacks weights at every step."""
+    return CPU_INFO.is_file() and re.search(r"^flags.*\bavx512_bf16\b", CPU_INFO.read_text(), re.MULTILINE) is not None
 
 
 def _advice() -> str:

@@ -142,7 +142,7 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
         raise ImportError(f"weights={weights!r} needs bitsandbytes: pip install bitsandbytes")
     if getattr(AutoConfig.from_pretrained(path), "quantization_config", None) is not None:
         raise ValueError(f"its weights are quantised already; leave weights={weights!r} out.")
-    bits = BitsAndBytesConfig(load_in_4bit=weights == "4bit", load_in_8bit=weights == "8bit")
+    bits = BitsAndBytesConfig(load_in_4bit=weights == "4bit", load_in_8bit=weights == "8bit", bnb_4bit_quant_type="nf4")
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=chosen, quantization_config=bits, device_map={"": device}
     ).eval()

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_diffkv.cli import main
-from hf_diffkv.commands import load
+from hf_diffkv.commands import env, load
 from hf_diffkv.evaluation import environment
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.running.models import TINY_LM, load_model
@@ -30,6 +30,8 @@ def test_linear_layers_have_these_bits(weights: str, kind: str, bits: int) -> No
     model = load_model("tiny-lm", device="cpu", weights=weights)
     layer, exact = model.model.layers[0].mlp.up_proj, plain.model.layers[0].mlp.up_proj.weight
     assert type(layer).__name__ == kind and 8 * layer.weight.nbytes == bits * exact.numel()
+    if bits == 4:
+        assert layer.weight.quant_type == "nf4"
     assert torch.equal(model.model.norm.weight.float(), plain.model.norm.weight.float())
 
 
@@ -55,10 +57,19 @@ def test_weights_that_are_quantised_already(tmp_path: Path) -> None:
         load_model(str(folder), device="cpu", weights="4bit")
 
 
+# without AVX512-BF16 bitsandbytes unpacks weights at every step
+@pytest.mark.parametrize("flags", ["fpu avx512_bf16 fsrm", "fpu avx2"])
 @pytest.mark.parametrize("found", [[], ["NVIDIA H100"]])
-def test_env_advises_them_without_a_gpu(
-    found: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_env_advises_them_without_a_gpu_where_they_are_faster(
+    found: list[str],
+    flags: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(env, "CPU_INFO", info)
     monkeypatch.setattr(environment, "gpus", lambda: found)
     assert main(["env"]) == 0
-    assert ("--weights 4bit" in capsys.readouterr().out) is (not found)
+    assert ("--weights 4bit" in capsys.readouterr().out) is (not found and "bf16" in flags)

@@ -1,0 +1,100 @@
+"""Tables of what `cpu_stack.py` wrote, on the terminal and in docs/from-llama-cpp.md.
+
+Of repeated measurements of one case the newest counts. In the document a table stands between
+`<!-- cpu_stack: MODEL TOKENS,... CACHE;... -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tables import markdown
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "from-llama-cpp.md"
+BLOCK = re.compile(r"(<!-- cpu_stack: (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CASE = ("device", "threads", "model", "tokens", "stack", "weights", "cache")
+HEADER = ("stack", "weights", "cache", "tokens", "ms per token", "least", "deviation", "prompt, s", "peak, MB")
+HEADER += ("loading, MB", "cache, MB")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Results of a file, the newest of each case; none if there is no file."""
+    newest: dict[tuple, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        row = json.loads(line)
+        newest[tuple(row[key] for key in CASE)] = row
+    return list(newest.values())
+
+
+def measured(path: Path, commit: str) -> set[tuple]:
+    """Cases that a file has for a commit: model, tokens, threads, stack, cache and weights."""
+    return {
+        (row["model"], row["tokens"], row["threads"], row["stack"], row["cache"], row["asked"])
+        for row in read(path)
+        if row["commit"].removesuffix("-dirty") == commit.removesuffix("-dirty")
+    }
+
+
+def kind(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Stack, weights and cache of a result."""
+    return row["stack"], row["weights"], row["cache"]
+
+
+def megabytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.0f}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Every result, in a table for each model on each machine."""
+    parts = []
+    for device, threads, model in dict.fromkeys((row["device"], row["threads"], row["model"]) for row in rows):
+        mine = [row for row in rows if (row["device"], row["threads"], row["model"]) == (device, threads, model)]
+        kinds = list(dict.fromkeys(map(kind, mine)))
+        lines = [
+            [*kind(row), f"{row['tokens']:,}"]
+            + [f"{row[key]:.1f}" for key in ("step_ms", "step_min_ms", "step_deviation_ms", "prompt_seconds")]
+            + [megabytes(row[key]) for key in ("peak_bytes", "loading_peak_bytes", "cache_bytes")]
+            for row in sorted(mine, key=lambda row: (kinds.index(kind(row)), row["tokens"]))
+        ]
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in mine))
+        parts.append(f"{model}, {threads} threads of {device}, commit {commits}\n\n{markdown(HEADER, lines)}")
+    return "\n\n".join(parts) or "nothing was measured"
+
+
+def overview(rows: list[dict[str, Any]], model: str, tokens: Sequence[int], caches: Sequence[str]) -> str:
+    """A line for each stack with the milliseconds per token at each length; prompt and peak are of the last length."""
+    mine = [row for row in rows if row["model"] == model and row["cache"] in caches and row["tokens"] in tokens]
+    longest = f"{tokens[-1]:,}"
+    header = [
+        "weights, cache",
+        *(f"{count:,}" for count in tokens),
+        f"prompt of {longest}, s",
+        f"peak at {longest}, MB",
+    ]
+    lines = []
+    for stack, weights, cache in dict.fromkeys(map(kind, mine)):
+        by_length = {row["tokens"]: row for row in mine if kind(row) == (stack, weights, cache)}
+        steps = [f"{by_length[count]['step_ms']:.0f}" if count in by_length else "-" for count in tokens]
+        last = by_length.get(tokens[-1])
+        ends = ["-", "-"] if last is None else [f"{last['prompt_seconds']:.0f}", megabytes(last["peak_bytes"])]
+        lines.append([f"{weights}, {cache}", *steps, *ends])
+    return markdown(header, lines)
+
+
+def filled(text: str, rows: list[dict[str, Any]]) -> str:
+    """`text` with all tables made anew."""
+
+    def made(match: re.Match) -> str:
+        tokens = [int(count) for count in match[3].split(",")]
+        return f"{match[1]}{overview(rows, match[2], tokens, match[4].split(';'))}\n{match[5]}"
+
+    return BLOCK.sub(made, text)
+
+
+def document(path: Path) -> None:
+    """Puts the tables of a file's results into the document."""
+    DOCUMENT.write_text(filled(DOCUMENT.read_text(), read(path)))
