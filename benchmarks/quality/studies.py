@@ -124,20 +124,16 @@ STUDIES = {
         (
             "dense",
             "dense:float32",
-            "diffkv:lossless",
             "diffkv",
             "diffkv:small",
-            # which is predicted to lose hardly anything (docs/notes/calibration.md), and a smaller one
-            "diffkv:target_ratio=0.2",
             "diffkv:target_ratio=0.18",
             f"diffkv:balanced+{ALIKE}",
             f"diffkv:small+{ALIKE}",
             "quanto:4",
             "hqq:4",
             "fp8",
-            *(f"llama-cpp:{types}" for types in ("f16", "q8_0", "q5_0", "q4_0", "q8_0/q4_0")),
+            *(f"llama-cpp:{types}" for types in ("f16", "q8_0", "q5_0", "q4_0")),
         ),
-        tasks="dictionary,key-value,passage,updates,text",
     ),
     # the same on a model of few compressed layers (run it with --model gemma3-270m)
     "heads_alone": Study(
