@@ -97,9 +97,16 @@ class Rungs:
         return chosen is not None and self._lower(chosen, requests)
 
     def lower_for_waiting(
-        self, need: np.ndarray, sizes: Sequence[tuple[int, int]], requests: PlannedRequests
+        self,
+        need: np.ndarray,
+        sizes: Sequence[tuple[int, int]],
+        requests: PlannedRequests,
+        keep: int | None = None,
     ) -> bool:
         """Lowers rows until a request that waits gets `need` pages, by part, or as many as may be in a forward.
+
+        Args:
+            keep: slot whose rows stay as they are; None if there is none.
 
         Returns:
             Whether any were lowered. There may be too few pages yet.
@@ -109,9 +116,12 @@ class Rungs:
         if self._left <= 0 or any((wanted >= vain).all() for vain in self._in_vain):
             return False
         demands = [part.demand(requests.coming, requests.seen) for part in self._parts]
+        if keep is not None:
+            for demand in demands:
+                demand.may_lower[:, keep] = False
         chosen = self._choose(demands, need, sizes, requests)
         if chosen is None:
-            self._in_vain.append(wanted)
+            self._in_vain += [wanted] if keep is None else []
             return False
         return self._lower(self._allowed(chosen, demands), requests)
 
@@ -125,20 +135,16 @@ class Rungs:
             needs: further pages that are needed, by part.
 
         Returns:
-            Rows of each part, bool [layers, slots, heads], some of all; None if no size gives every part enough.
+            Rows of each part, bool [layers, slots, heads], at least one of all; None if no size gives all parts enough.
         """
         taken = needs + [part.used for part in self._parts]
         for size in dict.fromkeys(sizes):
             # all but the null page
             pages = requests.room.limits(*size) - 1 - taken
-            found = (part.choose(demand, int(left)) for part, demand, left in zip(self._parts, demands, pages))
-            chosen = []
-            for rows in found:
-                if rows is None:
-                    break
-                chosen.append(rows)
-            if len(chosen) == len(self._parts) and any(rows.any() for rows in chosen):
-                return chosen
+            chosen = [part.choose(demand, int(left)) for part, demand, left in zip(self._parts, demands, pages)]
+            enough = [rows for rows in chosen if rows is not None]
+            if len(enough) == len(chosen) and any(rows.any() for rows in enough):
+                return enough
         return None
 
     def _allowed(self, chosen: Sequence[np.ndarray], demands: Sequence[Demand]) -> list[np.ndarray]:

@@ -332,15 +332,13 @@ class Slots:
         """
         by_layers = {tuple(source.layers): source for source in sources}
         pairs = [(part, by_layers[tuple(part.store.layers)]) for part in self.parts]
-        while True:
-            loaded = [(part, source, part.entries(source, alike)) for part, source in pairs]
-            need = np.array([part.need_of(source, tokens) - entries.shared_pages for part, source, entries in loaded])
-            if all(pages <= part.unreserved for part, pages in zip(self.parts, need)):
-                break
-            # rows that are lowered may be those whose pages were to be shared
-            size = (self.count, self.room.tokens)
-            if self.rungs is None or not self.rungs.lower_for_waiting(need, [size], self._requests()):
-                raise MemoryError(f"there are not enough pages for a request of {tokens} tokens.")
+        loaded = [(part, source, part.entries(source, alike)) for part, source in pairs]
+        need = np.array([part.need_of(source, tokens) - entries.shared_pages for part, source, entries in loaded])
+        if self.rungs is not None and (need > self.unreserved).any():
+            # rows whose pages are to be shared stay as they are
+            self.rungs.lower_for_waiting(need, [(self.count, self.room.tokens)], self._requests(), keep=alike)
+        if any(pages > part.unreserved for part, pages in zip(self.parts, need)):
+            raise MemoryError(f"there are not enough pages for a request of {tokens} tokens.")
         for part, _, entries in loaded:
             part.provide(entries.pages)
         for part, source, entries in loaded:

@@ -44,7 +44,7 @@ FIELDS = {"window": 4, "sinks": 0, "page_bytes": 192, "rotate": False, "center":
 # alike; and one part with a head, or a layer, that stays
 HEADS_OF = {
     "two beginnings": (("K6V5", "K3V2"), ("K4V2", "K4V2")),
-    "two ends": (("K3V2", "K3V2"), ("K4V2", "K4V2")),
+    "two ends": (("K3V2", "K3V2"), ("K5V4", "K5V4")),
     "a head stays": (("K8V8", "K4V2"), ("K4V2", "K4V2")),
     "a layer stays": (("K8V8", "K8V8"), ("K4V2", "K4V2")),
 }
