@@ -97,7 +97,7 @@ class RungMachine(SlotMachine):
     @initialize(
         final=st.sampled_from(["K4V2", "K5V4"]),
         window=st.sampled_from([1, 4]),
-        budget=st.sampled_from([16_000, 24_000, 34_000]),
+        budget=st.sampled_from([13_000, 16_000, 24_000, 34_000]),
         center=st.booleans(),
         row_tokens=st.sampled_from([20, 200, 1 << 16]),
         harm=st.booleans(),

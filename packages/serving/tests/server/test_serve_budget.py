@@ -55,18 +55,18 @@ def test_budgets_of_a_server(arguments: list[str], max_bytes: Any, precise: str 
     assert "max_memory_percent" not in command._batching(options)
 
 
-@pytest.mark.parametrize("preset", ["balanced", "small"])
+@pytest.mark.parametrize("preset, differs", [("balanced", False), ("small", True)])
 def test_measured_heads_have_final_precisions_for_a_budget(
-    preset: str, engines: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    preset: str, differs: bool, engines: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path))
     model = load_model("tiny-lm", "auto", "cpu", quiet=True)
     lookup.keep(measured(model))
     assert main([*SERVE, "--until-full", "--max-bytes", "8MB", "--preset", preset]) == 1
     ((_, config),) = engines
-    # those of a budget, which are others without one
+    # those of a budget, which may be others without one
     assert config.head_precisions == DiffKVConfig.for_model(model, preset=preset, max_bytes="8MB").head_precisions
-    assert config.head_precisions != DiffKVConfig.for_model(model, preset=preset).head_precisions
+    assert differs == (config.head_precisions != DiffKVConfig.for_model(model, preset=preset).head_precisions)
     layers = range(len(config.head_precisions))
     assert {rungs_of(config, index).high.name for index in layers} <= {"K8V8", "K6V5", "K5V4"}
     assert any(rungs_of(config, index).alpha_high != 0.0 for index in layers)
