@@ -150,6 +150,13 @@ class RungMachine(SlotMachine):
         """Makes room and reserves, as the engine does for each request in turn."""
         return self.make_room(request, tokens) and self.slots.reserve(request.slot, tokens)
 
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "patch"):
+                self.patch.undo()
+
     @rule(data=st.data())
     def compare(self, data) -> None:
         self.slots.settle()
