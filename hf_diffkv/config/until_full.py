@@ -108,16 +108,18 @@ def check_until_full(config: BudgetFields) -> None:
         )
     for finals in layers:
         first = _first_of(config, finals)
-        if first != precise and len(finals) > 1:
+        if first == precise or len(finals) > 1 and precise == PRECISE:
+            # K8V8 by name leaves it at the higher one, as "auto" does
+            continue
+        if len(finals) > 1:
             raise ValueError(
                 f"until_full={precise.name}: a layer whose heads have two final precisions begins with the higher "
                 f"one, here {first.name}; leave until_full out, or give each layer one final precision beside it."
             )
-        if first != precise:
-            raise ValueError(
-                f"until_full={precise.name} must need more bits than the final precision {first.name}; raise "
-                "until_full, or lower high and low."
-            )
+        raise ValueError(
+            f"until_full={precise.name} must need more bits than the final precision {first.name}; raise until_full, "
+            "or lower high and low."
+        )
 
 
 def precise_of(config: BudgetFields) -> Precision | None:

@@ -125,11 +125,19 @@ def test_where_each_layer_begins_and_ends(fields: dict[str, Any], rungs: list[tu
     assert [possible_precisions(layer, 2) for layer in layers] == finals
 
 
+def test_layers_of_two_final_precisions_begin_with_the_higher_one_beside_k8v8_by_name() -> None:
+    fields = {**FINAL, "max_bytes": "1GB", **PER_HEAD}
+    named, chosen = (DiffKVConfig(**fields, until_full=value) for value in ("K8V8", "auto"))
+    assert named != chosen and named.precise == chosen.precise
+    assert layer_configs(named, 2) == layer_configs(chosen, 2)
+    assert DiffKVConfig.from_dict(named.to_dict()) == named
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
         ({"until_full": "K8V8"}, "until_full needs max_bytes"),
-        ({"until_full": "K8V8", "max_bytes": "1GB", **PER_HEAD}, "begins with the higher one, here K5V4"),
+        ({"until_full": "K6V5", "max_bytes": "1GB", **PER_HEAD}, "begins with the higher one, here K5V4"),
         ({"until_full": "K8V8", "max_bytes": "1GB", "policy": "leankv"}, "needs a final precision for all tokens"),
         ({"until_full": "K4V4", "max_bytes": "1GB"}, "K4V4 must need more bits than the final precision K5V4"),
         ({"until_full": "always", "max_bytes": "1GB"}, "until_full='always'"),

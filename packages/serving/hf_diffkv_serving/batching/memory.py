@@ -25,7 +25,8 @@ class ServingMemory:
         peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
         max_bytes: budget in bytes.
         free_share: free share, 0 to 1, of the pages that the budget allows beside the slots.
-        until_full: name of the precision of all tokens until the budget is full; None if no heads are lowered then.
+        until_full: name of the precision of all tokens until the budget is full, "K8V8/K6V5" if it is another one in
+            some layers; None if no heads are lowered then.
         precise_share: share, 0 to 1, of the stored tokens of all heads that have it.
         lowered: number of tokens over layers and heads that were lowered after they were stored.
         room: number of tokens that each request in flight can still get, at least, once all heads are lowered.

@@ -22,7 +22,7 @@ from .shapes import AttentionShape
 from .shared_pages import Entries, entries_of_request, entries_of_slot, fill_entries
 from .slot_store import SlotStore
 from .staging import stage
-from .until_full import rung_config
+from .until_full import layer_of_slots, rung_config
 
 
 class SlotPart:
@@ -119,6 +119,10 @@ class SlotPart:
             return self.bounds.more(seen, tokens, 0, 0)
         return self.bounds_of(self.final[:, slot]).more(seen, tokens, self.held(slot), int(self._step[slot]))
 
+    def need_of(self, source: Store, tokens: int) -> int:
+        """Pages that the one request of `source`, a store of the same layers, takes with `tokens` tokens at most."""
+        return self.bounds_of(source.low_heads[:, 0].cpu().numpy()).pages(tokens)
+
     def held(self, slot: int) -> int:
         """Pages of the request in `slot`."""
         return int(self._held[slot])
@@ -209,7 +213,7 @@ def slot_configs(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -
     known.tensor_parallel = parallel
     found = []
     for index in range(num_layers):
-        config = known.of_layer(index, shape.num_heads)
+        config = layer_of_slots(known.of_layer(index, shape.num_heads))
         of_heads = {name: getattr(config, name) for name in ("alpha_high", "alpha_low")}
         mine = {name: parallel.share(a, shape.num_heads) for name, a in of_heads.items() if isinstance(a, tuple)}
         found.append(replace(config, **mine))

@@ -22,8 +22,9 @@ from hf_diffkv.store.decode import StepAttention
 from hf_diffkv.store.prompt import PromptAttention
 from hf_diffkv.store.state import Store
 
+from .part_rungs import PlannedRequests
 from .ranks import OtherPart, other_parts
-from .rungs import PlannedRequests, RungCounts, SlotRungs
+from .rungs import RungCounts, Rungs
 from .shapes import AttentionShape
 from .slot_part import SlotPart, make_parts, slot_configs
 from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
@@ -84,7 +85,7 @@ class Slots:
             )
         with self.ranks.in_step():
             self.parts = make_parts(slot_configs(config, num_layers, shape), shape)
-        self.rungs = SlotRungs(self.parts[0], harm) if lowers(config) else None
+        self.rungs = Rungs(self.parts, harm) if lowers(config) else None
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
         self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
@@ -257,7 +258,7 @@ class Slots:
             return False
         if slot is not None:
             return self.rungs.lower_for(slot, tokens, self.room.sizes_for(*size)[1:], self._requests())
-        need = int((self.need(None, tokens) - self._not_taken(shared))[0])
+        need = self.need(None, tokens) - self._not_taken(shared)
         return self.rungs.lower_for_waiting(need, self.room.sizes_for(*size)[1:], self._requests())
 
     def _requests(self) -> PlannedRequests:
@@ -268,13 +269,13 @@ class Slots:
         """Returns the pages that lowering would free, by part."""
         if self.rungs is None:
             return np.zeros(len(self.all_parts), dtype=np.int64)
-        return np.array([self.rungs.reclaimable(self._taken)])
+        return self.rungs.reclaimable(self._taken)
 
     def least_need(self, slot: int | None, tokens: int) -> np.ndarray:
         """Returns the pages that `tokens` more tokens take if rows are lowered, beside what `reclaimable` counts."""
         if self.rungs is None or slot is None:
             return self.need(slot, tokens)
-        return np.array([self.rungs.least_need(slot, self._seen[slot], tokens)])
+        return self.rungs.least_need(slot, self._seen[slot], tokens)
 
     def rung_counts(self) -> RungCounts | None:
         """Returns what is at which rung; None if no rows are lowered. Only after `settle`."""
@@ -327,17 +328,17 @@ class Slots:
             alike: slot with a request that begins alike; full pages of the same content are shared with it.
 
         Raises:
-            MemoryError: no room for `tokens` tokens, or the device has no memory; nothing has changed then.
+            MemoryError: no room for `tokens` tokens, or the device has no memory; at most rows were lowered.
         """
         by_layers = {tuple(source.layers): source for source in sources}
         pairs = [(part, by_layers[tuple(part.store.layers)]) for part in self.parts]
         loaded = [(part, source, part.entries(source, alike)) for part, source in pairs]
-        for part, source, entries in loaded:
-            need = part.bounds_of(source.low_heads[:, 0].cpu().numpy()).pages(tokens) - entries.shared_pages
-            if need > part.unreserved and self.rungs is not None:
-                self.rungs.lower_for_waiting(need, [(self.count, self.room.tokens)], self._requests())
-            if need > part.unreserved:
-                raise MemoryError(f"there are not enough pages for a request of {tokens} tokens.")
+        need = np.array([part.need_of(source, tokens) - entries.shared_pages for part, source, entries in loaded])
+        if self.rungs is not None and (need > self.unreserved).any():
+            # rows whose pages are to be shared stay as they are
+            self.rungs.lower_for_waiting(need, [(self.count, self.room.tokens)], self._requests(), keep=alike)
+        if any(pages > part.unreserved for part, pages in zip(self.parts, need)):
+            raise MemoryError(f"there are not enough pages for a request of {tokens} tokens.")
         for part, _, entries in loaded:
             part.provide(entries.pages)
         for part, source, entries in loaded:

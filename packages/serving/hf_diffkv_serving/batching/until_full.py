@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hf_diffkv.cache.resolve import resolve_config
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.config.until_full import AUTO, final_precisions
+from hf_diffkv.config.until_full import AUTO, final_precisions, rungs_of
 from hf_diffkv.precision import Precision
+
+# bytes of a budget that no request fills
+NEVER_FULL = 1 << 40
 
 
 def lowers(config: DiffKVConfig) -> bool:
@@ -27,26 +29,28 @@ def config_of_slots(model: Any, config: DiffKVConfig | Mapping | str | None, fie
 
 
 def rung_config(config: DiffKVConfig) -> DiffKVConfig:
-    """Returns the configuration of slots and of kept prefixes: that of the user without the budget.
+    """Returns the configuration of kept prefixes: that of the user without the budget.
 
-    If rows are lowered it has both rungs, the final one for whatever does not say which it has.
+    If rows are lowered, it has a budget that is never full instead, so that a layer has both rungs there too.
 
     Raises:
-        ValueError: rows are to be lowered and heads have several final precisions.
+        ValueError: rows are to be lowered, and all heads end with the precision with which they begin.
     """
     if not lowers(config):
         return replace(config, max_bytes=None, until_full=AUTO)
-    finals = {precision for layer in final_precisions(config) or () for precision in layer}
-    if len(finals) != 1:
-        raise ValueError(
-            f"until_full={config.until_full.name} needs one final precision for all heads in continuous batching; "
-            "leave until_full out, so that a full budget makes requests wait, or give all heads one precision, such as "
-            'high="K5V4" and low="K5V4".'
-        )
-    if config.until_full in finals:
+    layers = range(len(final_precisions(config) or ()))
+    if all(rungs_of(config, index).alpha_high == 0.0 for index in layers):
         raise ValueError(
             f"until_full={config.until_full.name} must need more bits than the final precision; raise until_full, or "
             "lower high and low."
         )
-    rungs = {"high": config.until_full, "low": finals.pop(), "alpha_high": math.inf, "alpha_low": 0.0}
-    return replace(config, max_bytes=None, until_full=AUTO, head_precisions=None, **rungs)
+    return replace(config, max_bytes=NEVER_FULL)
+
+
+def layer_of_slots(of_layer: DiffKVConfig) -> DiffKVConfig:
+    """Returns the configuration of a layer's slots, whose budget is that of all slots together.
+
+    Args:
+        of_layer: configuration of the layer (`DiffKVConfig.of_layer`) by `rung_config`. Its rungs stay.
+    """
+    return replace(of_layer, max_bytes=None, until_full=AUTO)

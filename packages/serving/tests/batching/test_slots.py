@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -110,8 +111,13 @@ class Request:
 
 
 def alone_stores(config: DiffKVConfig) -> list[Store]:
+    return stores_of(layer_configs(config, LAYERS))
+
+
+def stores_of(layers: Iterable[DiffKVConfig]) -> list[Store]:
+    """A store for each layer of the model."""
     stores = []
-    for index, mine in enumerate(layer_configs(config, LAYERS)):
+    for index, mine in enumerate(layers):
         store = new_store(mine, 1, 1, HEADS, DIM, DIM, torch.float32, CPU, total_layers=LAYERS)
         store.place_layer(0, index)
         store.set_thresholds(0, mine.alpha_high, mine.alpha_low)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batching import chunks, expected, prompts, request_config
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
+from hf_diffkv_serving.batching.slots import Slots
 from hf_diffkv_serving.batching.until_full import rung_config
 from hf_diffkv_serving.server.app import statistics
 from hf_diffkv_serving.server.health import Health
 from hf_diffkv_serving.server.metrics import _EngineCollector
 from hf_diffkv_serving.server.run import line
+from measured_heads import measured
 from test_continuous import Watch, collect, serve
 from tiny_models import tiny_model
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.compat import passing
+from hf_diffkv.config.layers import layer_configs
+from hf_diffkv.heads import lookup
 from hf_diffkv.store import settle
 from hf_diffkv.store.lower_rows import lower_rows
 
@@ -29,6 +35,15 @@ NEW = 32
 # nothing is rounded for queries, of which those of all requests count when rows are lowered
 FINAL = DiffKVConfig.preset("balanced", window=8, page_bytes=512, adaptive_rounding=False)
 NAMED = replace(FINAL, max_bytes="1GB", until_full="K8V8")
+# of two layers with two heads, in a store each; the first one begins at K6V5, and one of its heads stays there
+MEASURED = replace(NAMED, head_precisions=[["K6V5", "K3V2"], ["K4V3", "K4V3"]])
+# the budget that names a precision, and all tokens at the precise rungs
+RUNGS = {"one": (NAMED, [["K8V8"] * 2] * 2), "measured": (MEASURED, [["K6V5"] * 2, ["K8V8"] * 2])}
+
+
+def at_first(rungs: str) -> DiffKVConfig:
+    """The configuration that stores all tokens precisely, without a budget."""
+    return replace(FINAL, head_precisions=RUNGS[rungs][1])
 
 
 class RungWatch(Watch):
@@ -36,6 +51,7 @@ class RungWatch(Watch):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
+        self.monkeypatch = monkeypatch
         self.low: dict[str, list[torch.Tensor]] = {}
         extend = ContinuousCache.extend_read_and_write_indices
 
@@ -43,8 +59,9 @@ class RungWatch(Watch):
             held = self.low.setdefault(request_id, [])
             if past == 0:
                 held.clear()
-            store = cache.slots.parts[0].store
-            held.append(store.low_heads[:, cache._slot_of[request_id]].clone())
+            slot, stores = cache._slot_of[request_id], [part.store for part in cache.slots.parts]
+            rows = {index: store.low_heads[i, slot] for store in stores for i, index in enumerate(store.layers)}
+            held.append(torch.stack([rows[index] for index in sorted(rows)]))
             extend(cache, request_id, past, tokens, *indices)
 
         monkeypatch.setattr(ContinuousCache, "extend_read_and_write_indices", watched)
@@ -60,20 +77,30 @@ def model() -> PreTrainedModel:
     return tiny_model("llama", dtype=torch.float64)
 
 
-def replay(model: PreTrainedModel, watch: RungWatch, name: str, text: list[int]) -> tuple[list[int], DiffKVCache]:
+def replay(
+    model: PreTrainedModel, config: DiffKVConfig, watch: RungWatch, name: str, text: list[int]
+) -> tuple[list[int], DiffKVCache]:
     """Runs a request's forwards, and its lowerings between them, on a cache of its own.
+
+    Args:
+        config: configuration with both rungs of each layer.
 
     Returns:
         The likeliest token after each forward, and the cache.
     """
-    entered = [[torch.inf if low else 0.0 for low in layer] for layer in watch.low[name][0].tolist()]
-    cache, at, likeliest = DiffKVCache(model.config, replace(rung_config(NAMED), alpha_high=entered)), 0, []
+    cache, at, likeliest = DiffKVCache(model.config, FINAL), 0, []
+    entered = [tuple(torch.inf if low else 0.0 for low in layer) for layer in watch.low[name][0].tolist()]
+    layers = zip(layer_configs(config, len(entered)), entered)
+    cache.stores.configs = tuple(
+        replace(layer, max_bytes=None, until_full="auto", alpha_high=alphas) for layer, alphas in layers
+    )
     model.set_attn_implementation("diffkv")
     for tokens, low in zip(watch.forwards[name], watch.low[name], strict=True):
         for store in cache.stores.all:
             settle(store)
-            more = low[:, None] & ~store.low_heads
-            assert not (store.low_heads & ~low[:, None]).any()
+            mine = low[store.layers][:, None]
+            more = mine & ~store.low_heads
+            assert not (store.low_heads & ~mine).any()
             if more.any():
                 lower_rows(store, more)
         with torch.no_grad():
@@ -84,7 +111,7 @@ def replay(model: PreTrainedModel, watch: RungWatch, name: str, text: list[int])
     return likeliest, cache
 
 
-def assert_reported(manager: DiffKVBatchingManager) -> None:
+def assert_reported(manager: DiffKVBatchingManager, precise: str) -> None:
     """Metrics and the line for people say what the statistics do."""
     found = manager.statistics()
     samples = [
@@ -95,14 +122,16 @@ def assert_reported(manager: DiffKVBatchingManager) -> None:
     assert values["tokens_lowered_total"] == found.memory.lowered > 0
     assert values["preemptions_total"] == found.preemptions
     assert values["room_tokens"] == found.memory.room == found.memory.longest
-    assert ", 100% of tokens at K8V8;" in line(statistics(manager), 0.0)
+    assert f", 100% of tokens at {precise};" in line(statistics(manager), 0.0)
 
 
-def test_an_ample_budget_gives_the_text_of_the_precise_precision(model: PreTrainedModel, watch: RungWatch) -> None:
-    given = prompts()
-    config = request_config(NAMED, 8 << 20, max_new_tokens=NEW)
+@pytest.mark.parametrize("rungs", RUNGS)
+def test_an_ample_budget_gives_the_text_of_the_precise_precisions(
+    rungs: str, model: PreTrainedModel, watch: RungWatch
+) -> None:
+    given, precise = prompts(), at_first(rungs)
+    config = request_config(RUNGS[rungs][0], 8 << 20, max_new_tokens=NEW)
     outputs = model.generate_batch(given, config, chunks(512))
-    precise = DiffKVConfig(**{**vars(FINAL), "high": "K8V8", "low": "K8V8"})
     model.set_attn_implementation("diffkv")
     want = [expected(model, ids, NEW, **passing(DiffKVCache(model.config, precise))) for ids in given]
     assert [output.generated_tokens for output in outputs.values()] == want
@@ -110,29 +139,33 @@ def test_an_ample_budget_gives_the_text_of_the_precise_precision(model: PreTrain
     watch.assert_nothing_left()
 
 
-@pytest.mark.parametrize("max_bytes", [70_000, 90_000, 100_000])
+@pytest.mark.parametrize(
+    "rungs, max_bytes", [("one", 70_000), ("one", 90_000), ("one", 100_000), ("measured", 62_000), ("measured", 90_000)]
+)
 def test_requests_are_what_their_lowerings_leave_of_them_alone(
-    max_bytes: int, model: PreTrainedModel, watch: RungWatch
+    rungs: str, max_bytes: int, model: PreTrainedModel, watch: RungWatch
 ) -> None:
     """Compares tokens and levels with the same forwards and lowerings on a cache of the request's own."""
-    given = prompts(CROWD)
-    config = request_config(NAMED, max_bytes, max_new_tokens=NEW)
+    given, named = prompts(CROWD), RUNGS[rungs][0]
+    precise = {"one": "K8V8", "measured": "K8V8/K6V5"}[rungs]
+    config = request_config(named, max_bytes, max_new_tokens=NEW)
     manager = serve(model, config, safety_margin=0.0)
     names = {manager.add_request(ids, request_id=str(i)) for i, ids in enumerate(given)}
     try:
         outputs = collect(manager, names)
         found = manager.statistics()
-        assert_reported(manager)
+        assert_reported(manager, precise)
     finally:
         manager.stop()
     model.set_attn_implementation("sdpa")
     assert max(watch.bytes) <= max_bytes and found.preemptions == watch.preempted
-    rungs = {bool(low.any()) for each in watch.low.values() for low in each}
-    assert True in rungs and found.memory.until_full == "K8V8"
+    lowered = torch.stack([low for each in watch.low.values() for low in each])
+    assert lowered.any() and found.memory.until_full == precise
+    assert rungs == "one" or not lowered[:, 0, 0].any()
     compared = 0
     for index, ids in enumerate(given):
         text = ids + outputs[str(index)].generated_tokens
-        likeliest, cache = replay(model, watch, str(index), text)
+        likeliest, cache = replay(model, named, watch, str(index), text)
         # those after a prompt in parts, and after what was said before a preemption
         ends = torch.tensor(watch.forwards[str(index)]).cumsum(0).tolist()
         first = max((i for i, tokens in enumerate(watch.forwards[str(index)]) if tokens > 1), default=0)
@@ -160,12 +193,13 @@ def test_as_many_are_in_flight_as_at_the_final_precision(watch: RungWatch) -> No
     watch.assert_nothing_left()
 
 
-def test_the_longest_request_is_admitted_alone_and_served(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("rungs, max_bytes", [("one", 36_000), ("measured", 45_000)])
+def test_the_longest_request_is_admitted_alone_and_served(rungs: str, max_bytes: int, model: PreTrainedModel) -> None:
     """Admission counts final bytes."""
-    config = request_config(NAMED, 36_000, max_new_tokens=8)
+    config = request_config(RUNGS[rungs][0], max_bytes, max_new_tokens=8)
     manager = model.init_continuous_batching(config, chunks(64))
     longest = manager.memory().longest
-    precise = request_config(replace(FINAL, high="K8V8", low="K8V8"), 36_000)
+    precise = request_config(at_first(rungs), max_bytes)
     assert longest > model.init_continuous_batching(precise, chunks(64)).memory().longest
     manager.start()
     # it enters precisely or not, and meanwhile another one comes and goes
@@ -177,19 +211,90 @@ def test_the_longest_request_is_admitted_alone_and_served(model: PreTrainedModel
     manager.stop()
 
 
-def test_prefixes_keep_their_rung(model: PreTrainedModel, watch: RungWatch) -> None:
-    store = PrefixStore(model, rung_config(NAMED), device_bytes=1 << 20)
-    manager = model.init_continuous_batching(request_config(NAMED, 300_000, max_new_tokens=6), chunks(512))
+@pytest.mark.parametrize("rungs", RUNGS)
+def test_prefixes_keep_their_rung(rungs: str, model: PreTrainedModel, watch: RungWatch) -> None:
+    named = RUNGS[rungs][0]
+    store = PrefixStore(model, rung_config(named), device_bytes=1 << 20)
+    ids, more, system = prompts((90, 20, 60))
+    # computed on a cache of its own, with the attention that the model has then
+    assert store.prefill(system)
+    manager = model.init_continuous_batching(request_config(named, 300_000, max_new_tokens=6), chunks(512))
     manager.use_prefixes(store)
     manager.start()
-    ids, more = prompts((90, 20))
     first = manager.add_request(ids, request_id="first")
     done = collect(manager, {first})[first]
     again = manager.add_request(ids + done.generated_tokens + more, request_id="again")
     collect(manager, {again})
     assert store.stats.tokens_reused >= len(ids) and not watch.low["again"][0].any()
+    reused = store.stats.tokens_reused
+    chat = manager.add_request(system + more, request_id="chat")
+    output = collect(manager, {chat})[chat].generated_tokens
+    assert store.stats.tokens_reused == reused + len(system) and not watch.low["chat"][0].any()
     manager.stop()
+    # the same as on a cache that is precise, computed in the same parts
+    cache = DiffKVCache(model.config, at_first(rungs))
+    model.set_attn_implementation("diffkv")
+    for part in (system, more):
+        with torch.no_grad():
+            logits = model(torch.tensor([part]), **passing(cache)).logits
+    assert output[0] == int(logits[0, -1].argmax())
     watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("rungs", RUNGS)
+def test_shared_beginnings_keep_their_pages(rungs: str, model: PreTrainedModel, watch: RungWatch) -> None:
+    """Requests that begin alike share pages in every part, are not lowered there, and say what they would alone."""
+    named, new = RUNGS[rungs][0], 8
+    system, *tails = prompts((128, 9, 11, 13))
+    store = PrefixStore(model, rung_config(named), device_bytes=1 << 20)
+    manager = model.init_continuous_batching(request_config(named, 600_000, max_new_tokens=new), chunks(512))
+    manager.use_prefixes(store)
+    shared = []
+    load = Slots.load
+
+    def watched(slots: Slots, slot: int, sources: Any, tokens: int, alike: int | None = None) -> None:
+        before = slots.used_pages
+        load(slots, slot, sources, tokens, alike)
+        shared.append([part.held(slot) for part in slots.parts] - (slots.used_pages - before))
+
+    watch.monkeypatch.setattr(Slots, "load", watched)
+    manager.start()
+    collect(manager, {manager.add_request(system, request_id="first", max_new_tokens=1)})
+    given = {f"chat {i}": system + tail for i, tail in enumerate(tails)}
+    for name, ids in given.items():
+        manager.add_request(ids, request_id=name)
+    outputs = collect(manager, set(given))
+    manager.stop()
+    # the first one has nobody beside it
+    assert len(shared) == len(tails) and (np.stack(shared)[1:] > 0).all()
+    model.set_attn_implementation("diffkv")
+    for name, ids in given.items():
+        cache = DiffKVCache(model.config, at_first(rungs))
+        with torch.no_grad():
+            model(torch.tensor([system]), **passing(cache))
+        assert outputs[name].generated_tokens == expected(model, ids, new, **passing(cache))
+    watch.assert_nothing_left()
+
+
+def test_a_measured_model_is_served_with_the_rungs_of_its_table(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(lookup.FOLDER_VARIABLE, str(tmp_path))
+    lookup.keep(measured(model))
+    fields = {"target_ratio": 0.27, "max_bytes": 200_000, "window": 8, "page_bytes": 512}
+    table = DiffKVConfig.for_model(model, **fields)
+    manager = DiffKVBatchingManager(
+        model, {**fields, "until_full": "K8V8"}, model.generation_config, ContinuousBatchingConfig()
+    )
+    slots = manager._cache.slots
+    layers = layer_configs(table, 2)
+    for part in slots.parts:
+        for index in part.store.layers:
+            assert (part.store.config.high, part.store.config.low) == (layers[index].high, layers[index].low)
+    # the first head of each layer loses most
+    harm = slots.parts[0].store.lowering.harm
+    assert harm.shape == (2, 2) and len({precision for layer in table.head_precisions for precision in layer}) > 1
+    manager.stop()
 
 
 def test_prefixes_of_the_final_precision_alone_are_refused(model: PreTrainedModel) -> None:
@@ -201,8 +306,10 @@ def test_prefixes_of_the_final_precision_alone_are_refused(model: PreTrainedMode
 
 def test_what_cannot_be_lowered_is_refused_by_name(model: PreTrainedModel) -> None:
     for fields, message in (
-        ({"head_precisions": [["K4V2", "K4V2"], ["K5V4", "K5V4"]]}, "one final precision for all heads"),
         ({"high": "K8V8", "low": "K8V8"}, "must need more bits than the final precision"),
+        ({"head_precisions": [["K8V8", "K8V8"]] * 2}, "must need more bits than the final precision"),
+        ({"head_precisions": [["K16V16", "K16V16"], ["K5V4", "K4V3"]]}, "more bits than the final precision K16V16"),
+        ({"until_full": "K6V5", "head_precisions": [["K5V4", "K4V3"]] * 2}, "begins with the higher one, here K5V4"),
         ({"high": "K8V4", "low": "K4V2", "alpha_high": 1.0}, "a final precision for all tokens of a head"),
     ):
         given = {"max_bytes": "1GB", "until_full": "K8V8", **fields}
