@@ -90,7 +90,18 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct."""
-    folder = Path(resolve_model("smollm2"))
+    return fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Path:
+    """The folder of Qwen2.5-Coder-0.5B-Instruct."""
+    return fetched("qwen2.5-coder-0.5b")
+
+
+def fetched(name: str) -> Path:
+    """Returns the folder of a fetched model; skips the test if it is not there."""
+    folder = Path(resolve_model(name))
     if not folder.is_dir():
         pytest.skip("run `make models`")
     return folder

@@ -36,9 +36,11 @@ def main() -> None:
     text = "".join(path.read_text() for path in DOCUMENTS)
     PICTURES.mkdir(exist_ok=True)
     for name in re.findall(r"\((?:\.\./)?quality/([^)]+\.png)\)", text):
-        # the picture quality/peers-text-kl.png is text-kl.png of the study peers
-        study, _, picture = name.partition("-")
-        found = next(path for path in RESULTS.glob(f"**/{study}/{picture}"))
+        # the picture quality/peers-text-kl.png is text-kl.png of the study peers; a folder before it names the model
+        model, _, last = name.rpartition("/")
+        study, _, picture = last.partition("-")
+        found = next(path for path in RESULTS.glob(f"{model or '**'}/{study}/{picture}"))
+        (PICTURES / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(found, PICTURES / name)
     gallery.main()
 

@@ -47,15 +47,26 @@ def test_python_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dense" in printed.getvalue() or "held_bytes" in printed.getvalue()
 
 
-def test_the_ten_lines_print_what_stands_below_them(smollm2: Path) -> None:
+def ten_lines(folder: Path) -> tuple[list[str], list[str]]:
+    """Returns what README's ten lines print with the model in `folder`, and what stands below them."""
     code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text(), re.DOTALL).groups()
     assert len(code.splitlines()) <= 12
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2)), {})
-    for text in (printed.getvalue(), shown):
-        assert "5521" in text.splitlines()[0]
-    assert printed.getvalue().splitlines()[1] == shown.splitlines()[1]
+        exec(re.sub(r'name = ".*"', f"name = {str(folder)!r}", code), {})
+    return printed.getvalue().splitlines(), shown.splitlines()
+
+
+def test_the_ten_lines_run(smollm2: Path) -> None:
+    printed, shown = ten_lines(smollm2)
+    assert "5521" in printed[0] and "5521" in shown[0]
+    assert printed[1].split(", ")[2:] == shown[1].split(", ")[2:]
+
+
+@pytest.mark.slow
+def test_the_ten_lines_print_what_stands_below_them(qwen: Path) -> None:
+    printed, shown = ten_lines(qwen)
+    assert "5521" in printed[0] and printed[1] == shown[1]
 
 
 def test_one_liners_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:
