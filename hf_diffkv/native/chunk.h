@@ -20,15 +20,32 @@ struct Chunk {
   int64_t stride() const { return round_up(tokens, 16) + 16; }
 };
 
+inline bool use_digits(const Step& step) { return HAS_DIGITS && !step.exact && step.format.dtype != FLOAT32; }
+
+// Part of a group's queries: elements [group, padded dim], the same as digits, and what zero points are multiplied with.
+struct Operand {
+  float *elements, *sum, *factor;
+  int8_t *upper, *lower;
+
+  void place(Places& take, int64_t group, int64_t dim) {
+    take(elements, group * dim);
+    take(sum, group);
+    take(factor, group);
+    take(upper, group * dim);
+    take(lower, group * dim);
+  }
+};
+
 // Buffers of one thread.
 struct Work {
   Piece* pieces;
-  float *query, *query_sum, *query_factor, *weight_factor, *quads;
-  int8_t *query_upper, *query_lower, *weight_upper, *weight_lower;
+  // `latent` is the second part of absorbed queries
+  Operand query, latent;
+  float *weight_factor, *quads;
+  int8_t *weight_upper, *weight_lower;
   float *key_scale, *key_zero, *value_scale, *value_zero;
   float *weight, *received, *rows;
-  // second parts of absorbed queries [group, padded value dim], their sums, and their products with the values
-  float *latent_query, *latent_sum, *latent_product;
+  float* latent_product;  // products of `latent` with the values
   uint8_t* codes;
 #if defined(__AVX512VNNI__)
   GroupDigits groups;
@@ -41,13 +58,10 @@ struct Work {
     const int64_t stride = round_up(tokens_at_most, 16) + 16;
     Places take = {memory, 0};
     take(pieces, pieces_at_most);
-    take(query, group * key);
-    take(query_sum, group);
-    take(query_factor, group);
+    query.place(take, group, key);
+    latent.place(take, step.absorbed ? group : 0, value);
     take(weight_factor, group);
     take(quads, group * value);
-    take(query_upper, group * key);
-    take(query_lower, group * key);
     take(weight_upper, group * STAGED_CODES);
     take(weight_lower, group * STAGED_CODES);
     take(key_scale, stride);
@@ -57,8 +71,6 @@ struct Work {
     take(weight, group * stride);
     take(received, has_scores(step.format.tier[HIGH]) ? stride : 0);
     take(rows, STAGED_ROWS * widest);
-    take(latent_query, step.absorbed ? group * value : 0);
-    take(latent_sum, step.absorbed ? group : 0);
     take(latent_product, step.absorbed ? group * stride : 0);
     take(codes, STAGED_CODES * widest + 64);
 #if defined(__AVX512VNNI__)
@@ -77,62 +89,52 @@ struct Work {
   }
 };
 
-inline bool use_digits(const Step& step) {
-  return HAS_DIGITS && !step.exact && !step.absorbed && step.format.dtype != FLOAT32;
-}
-
-// Copies part of a query, rotated and scaled, with zeros up to `stride`; returns the sum of its elements.
+// Copies part of the query of head `h`, rotated and scaled, with zeros after it.
 template <class Element>
-inline float load_part(const Element* from, int dim, int64_t stride, bool rotated, float scale, float* to) {
-  for (int d = 0; d < dim; d++) to[d] = to_float(from[d]);
-  if (rotated) rotate(to, dim);
+inline void load_part(const Step& step, const Element* from, int dim, float scale, int64_t h, const Operand& to) {
+  const int64_t stride = padded(dim);
+  float* elements = to.elements + h * stride;
+  for (int d = 0; d < dim; d++) elements[d] = to_float(from[d]);
+  if (step.rotate) rotate(elements, dim);
   float sum = 0;
-  for (int d = 0; d < dim; d++) sum += to[d] *= scale;
-  for (int64_t d = dim; d < stride; d++) to[d] = 0;
-  return sum;
+  for (int d = 0; d < dim; d++) sum += elements[d] *= scale;
+  for (int64_t d = dim; d < stride; d++) elements[d] = 0;
+  to.sum[h] = sum;
+#if defined(__AVX512VNNI__)
+  if (!use_digits(step)) return;
+  int8_t *upper = to.upper + h * stride, *lower = to.lower + h * stride;
+  to.factor[h] = query_digits(elements, int(stride), upper, lower);
+  int64_t digits = 0;
+  for (int64_t d = 0; d < stride; d++) digits += 128 * upper[d] + lower[d];
+  to.sum[h] = float(digits) * to.factor[h];
+#endif
 }
 
 inline void load_query(const Step& step, int64_t row, Work& work) {
-  const int dim = step.format.tier[0].key.dim;
-  const int64_t stride = padded(dim), request = row / step.heads, head = row % step.heads;
+  const int key = step.format.tier[0].key.dim, value = step.format.tier[0].value.dim;
+  const int64_t request = row / step.heads, head = row % step.heads;
   const float scale = step.scaling * LOG2_E;
   with_dtype(step.format.dtype, [&](auto element) {
     const auto* from = static_cast<const decltype(element)*>(step.query) + request * step.query_batch;
     for (int64_t h = 0; h < step.group; h++) {
       const auto* q = from + (head * step.group + h) * step.query_head;
-      work.query_sum[h] = load_part(q, dim, stride, step.rotate, scale, work.query + h * stride);
-      if (!step.absorbed) continue;
-      const int latent = step.format.tier[0].value.dim;
-      float* to = work.latent_query + h * padded(latent);
-      work.latent_sum[h] = load_part(q + dim, latent, padded(latent), step.rotate, scale, to);
+      load_part(step, q, key, scale, h, work.query);
+      if (step.absorbed) load_part(step, q + key, value, scale, h, work.latent);
     }
   });
-#if defined(__AVX512VNNI__)
-  if (!use_digits(step)) return;
-  for (int64_t h = 0; h < step.group; h++) {
-    int8_t *upper = work.query_upper + h * stride, *lower = work.query_lower + h * stride;
-    work.query_factor[h] = query_digits(work.query + h * stride, int(stride), upper, lower);
-  }
-#endif
 }
 
-// Sum of the query that is multiplied with codes, by which their zero points are multiplied.
-inline float sum_of_digits(const Work& work, int64_t stride, int64_t head) {
-  int64_t sum = 0;
-  for (int64_t d = head * stride; d < (head + 1) * stride; d++) sum += 128 * work.query_upper[d] + work.query_lower[d];
-  return float(sum) * work.query_factor[head];
-}
-
-// Multiplies all heads' `query` with the keys, or the values, of a run of pieces of one tier, into `out` [group, stride].
+// Multiplies all heads' queries with the keys of a run of pieces of one tier, or their latent parts with the values, into
+// `out` [group, stride].
 template <bool values>
-inline void products(const Step& step, Work& work, const Piece* begin, const Piece* end, const float* query, float* out,
-                     int64_t stride) {
+inline void products(const Step& step, Work& work, const Piece* begin, const Piece* end, float* out, int64_t stride) {
+  const Operand& query = values ? work.latent : work.query;
   const Side& side = begin->side(values);
   const int64_t padding = padded(side.dim);
   const int width = width_of(side), heads = int(step.group);
 #if defined(__AVX512VNNI__)
-  if (use_digits(step) && has_metadata(side) && side.groups > 1)
-    return group_products(begin, end, work.query, heads, work.codes, work.groups, out, stride);
+  if (!values && use_digits(step) && has_metadata(side) && side.groups > 1)
+    return group_products(begin, end, query.elements, heads, work.codes, work.groups, out, stride);
 #endif
   Cursor cursor = {begin, end, 0};
   while (!cursor.done()) {
@@ -151,19 +153,18 @@ inline void products(const Step& step, Work& work, const Piece* begin, const Pie
         }
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
-          dot_digits(codes, padding, padding, count, work.query_upper, work.query_lower, work.query_factor, heads, out,
-                     stride);
+          dot_digits(codes, padding, padding, count, query.upper, query.lower, query.factor, heads, out, stride);
           break;
         }
 #endif
-        dot_rows(codes, padding, count, query, padding, heads, width, out, stride);
+        dot_rows(codes, padding, count, query.elements, padding, heads, width, out, stride);
         break;
       }
       case STORED:
         count = cursor.piece->count;
         with_dtype(step.format.dtype, [&](auto element) {
           const auto* rows = reinterpret_cast<const decltype(element)*>(cursor.piece->rows(values));
-          dot_rows(rows, side.dim, count, query, padding, heads, width, out, stride);
+          dot_rows(rows, side.dim, count, query.elements, padding, heads, width, out, stride);
         });
         cursor.advance(count);
         break;
@@ -171,7 +172,7 @@ inline void products(const Step& step, Work& work, const Piece* begin, const Pie
         count = stage_rows(cursor, values, step.format.dtype, work.rows, STAGED_ROWS);
         for (int t = 0; width > side.dim && t < count; t++)
           memset(work.rows + t * padding + side.dim, 0, (width - side.dim) * sizeof(float));
-        dot_rows(work.rows, padding, count, query, padding, heads, width, out, stride);
+        dot_rows(work.rows, padding, count, query.elements, padding, heads, width, out, stride);
     }
     out += count;
   }
@@ -255,7 +256,7 @@ inline void each_run(const Piece* begin, const Piece* end, Call call) {
 
 // Turns the products of one head's absorbed query with keys and with values into logits.
 inline void add_latents(const Work& work, int64_t head, int64_t stride, int64_t tokens, float* logits) {
-  const Floats query_sum = splat(work.query_sum[head]), latent_sum = splat(work.latent_sum[head]);
+  const Floats query_sum = splat(work.query.sum[head]), latent_sum = splat(work.latent.sum[head]);
   const float* product = work.latent_product + head * stride;
   for (int64_t t = 0; t < tokens; t += WIDTH) {
     const Floats key = fma(load(logits + t), load(work.key_scale + t), load(work.key_zero + t) * query_sum);
@@ -304,14 +305,14 @@ inline void soften(const Step& step, const Work& work, float query_sum, int64_t 
 
 inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& tokens, const Chunk& chunk,
                          Work& work) {
-  const int64_t stride = chunk.stride(), group = step.group, key = padded(step.format.tier[0].key.dim);
+  const int64_t stride = chunk.stride(), group = step.group;
   const int64_t value = padded(step.format.tier[0].value.dim);
   Piece *begin = work.pieces, *end = begin + chunk.pieces;
   for (int64_t i = 0; i < chunk.pieces; i++) begin[i] = piece_at(step, window, tokens, chunk.first + i);
   load_query(step, chunk.row, work);
   each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
-    products<false>(step, work, first, last, work.query, chunk.weights + offset, stride);
-    if (step.absorbed) products<true>(step, work, first, last, work.latent_query, work.latent_product + offset, stride);
+    products<false>(step, work, first, last, chunk.weights + offset, stride);
+    if (step.absorbed) products<true>(step, work, first, last, work.latent_product + offset, stride);
   });
   // entries after the last token take part in vectors and are dropped
   float* const factors[] = {work.key_scale, work.key_zero, work.value_scale, work.value_zero};
@@ -324,8 +325,7 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
   for (int64_t h = 0; h < group; h++) {
     float* weights = chunk.weights + h * stride;
     if (step.absorbed) add_latents(work, h, stride, chunk.tokens, weights);
-    const float query_sum = use_digits(step) ? sum_of_digits(work, key, h) : work.query_sum[h];
-    soften(step, work, query_sum, chunk.tokens, weights, chunk.peak[h], chunk.total[h]);
+    soften(step, work, work.query.sum[h], chunk.tokens, weights, chunk.peak[h], chunk.total[h]);
     Floats zeros = {};
     for (int64_t t = 0; t < chunk.tokens; t += WIDTH) {
       const Floats weight = load(weights + t);
