@@ -185,12 +185,12 @@ def test_bitsandbytes_of_4_bits() -> None:
     model = replaced(quantised, kv_lora_rank=64)
     found, of_dense = text(model, lossless(model)), text(model, dense(model))
     projections = [attention.kv_b_proj for attention in attentions(model)]
-    # with these kernels scales, inputs and outputs are rounded to bfloat16
+    # these kernels round codes, scales and products to bfloat16
     rounds = any(getattr(each.weight.quant_state, "packing_format_for_cpu", False) for each in projections)
     assert_same(found, of_dense, atol=0.05 if rounds else 1e-3)
     for projection, weight in zip(projections, expected):
         read = weight_of(projection, torch.zeros(1, 1, 1, 64))
-        torch.testing.assert_close(read, weight, rtol=2**-7 if rounds else 1e-5, atol=1e-6)
+        torch.testing.assert_close(read, weight, rtol=3 * 2**-8 if rounds else 1e-5, atol=1e-6)
 
 
 def test_bitsandbytes_of_8_bits() -> None:
