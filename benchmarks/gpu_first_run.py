@@ -28,7 +28,8 @@ ROOT = FOLDER.parent
 # of a part's time: after it a benchmark starts nothing more
 SHARE_TO_START = 0.75
 LAST_LINES = 15
-TABLES, LAST_SECONDS = "tables", 120
+# scripts that print what was measured
+TABLES, REPORT, LAST_SECONDS = "tables", "gpu_report", 120
 # the presets, the paper's two levels, and what they are compared with
 CACHES = ("DynamicCache", "DiffKV balanced", "DiffKV small", "DiffKV quality", "DiffKV paper")
 STEPS = ("StaticCache, compiled", "DynamicCache", "DiffKV balanced", "DiffKV paper")
@@ -111,8 +112,8 @@ def run(command: Sequence[str], limit: float) -> Run:
 
 def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
     """Returns the commands of a part, by the name of the script or test file."""
-    if name == TABLES:
-        return {name: [sys.executable, str(FOLDER / "tables.py"), "--results", str(args.results)]}
+    if name in (TABLES, REPORT):
+        return {name: [sys.executable, str(FOLDER / f"{name}.py"), "--results", str(args.results)]}
     part = PARTS[name]
     if part.script is None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_lines", "--lines", str(tests_path(args))]
@@ -141,7 +142,7 @@ def note(path: Path, row: dict) -> None:
 
 def run_part(name: str, args: argparse.Namespace) -> list[dict]:
     """Runs all commands of a part within its time; notes each as a line of the results, and returns these."""
-    limit = LAST_SECONDS if name == TABLES else PARTS[name].limit
+    limit = PARTS[name].limit if name in PARTS else LAST_SECONDS
     end = time.monotonic() + limit
     rows = []
     for what, command in commands(name, args).items():
@@ -181,6 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
         counts = "".join(f", {count} {outcome}" for outcome, count in row.get("tests", {}).items())
         print(f"- {row['part']}, {row['what']}: {row.get('seconds', 0)} s, {row.get('failed', 'done')}{counts}")
     rows += run_part(TABLES, args)
+    print("\nFor a pull request, with the JSON lines:\n")
+    rows += run_part(REPORT, args)
     return int(any("failed" in row for row in rows))
 
 

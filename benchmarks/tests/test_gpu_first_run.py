@@ -27,6 +27,7 @@ def test_what_fails_ends_its_part_alone(script, monkeypatch: pytest.MonkeyPatch,
         "attention": {"absent": None},
         "budget": {"decode_gpu": "import os; print(os.environ['PYTHONPATH'])"},
         "tables": {"tables": "print('the targets')"},
+        "gpu_report": {"gpu_report": "print('the report')"},
     }
 
     def commands(name: str, args: object) -> dict[str, list[str]]:
@@ -48,7 +49,7 @@ def test_what_fails_ends_its_part_alone(script, monkeypatch: pytest.MonkeyPatch,
     assert not [row for row in found[4:] if "failed" in row]
     printed = capsys.readouterr().out
     assert str(ROOT) in printed and "- attention, absent: 0 s, " in printed
-    assert printed.index("- budget, decode_gpu") < printed.index("the targets")
+    assert printed.index("- budget, decode_gpu") < printed.index("the targets") < printed.index("the report")
 
 
 def test_all_parts_take_what_they_are_given(script, tmp_path: Path) -> None:

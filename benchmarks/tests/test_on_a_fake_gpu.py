@@ -52,6 +52,13 @@ def test_attention(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     script("tables").main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "| 0.2 |" in printed and "- not measured: kind dense, model llama-3-8b" in printed
+    (tmp_path / "tests_gpu.jsonl").write_text('{"outcome": "passed"}\n{"outcome": "failed"}\n{"outcome": "passed"}\n')
+    script("gpu_report").main(["--results", str(tmp_path)])
+    report = capsys.readouterr().out
+    last = next(line for line in report.splitlines() if f"| {rows[-1]['name']} |" in line)
+    assert report.startswith(f"### {rows[-1]['device']}\n") and f"torch {rows[-1]['torch']}" in report
+    assert f"| {rows[-1]['speed_up']:.3g} | {rows[-1]['error']:.1g} |" in last and " % |" in last
+    assert "- cudnn" in report and "1 failed, 2 passed" in report
 
 
 def test_memory_that_does_not_suffice(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
