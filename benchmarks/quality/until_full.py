@@ -9,6 +9,8 @@ two are timed in turns.
 
     python benchmarks/quality/until_full.py --model smollm2 --lengths 256,512,1024 --output until_full.json
     python benchmarks/quality/until_full.py --plot until_full.png --output until_full.json  # of what was measured
+
+Without a model it prints a table as well.
 """
 
 from __future__ import annotations
@@ -201,10 +203,28 @@ def plot(methods: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
             means = [statistics.mean(value(entry) for entry in column) for column in columns]
             lengths = [column[0]["length"] for column in columns]
             axis.plot(lengths, means, color=group.colour, marker=group.mark, markersize=4, label=name)
-        axis.set_ylim(bottom=0)
-    axis.set_yscale("log")
+        if number:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
     axis.legend(frameon=False, fontsize=SMALL)
     Picture(figure).save(path)
+
+
+def table(methods: dict[str, list[list[dict[str, Any]]]]) -> str:
+    """Markdown: MB held, KL, facts and milliseconds of a step at each length, means and sums over documents."""
+    names = list(methods)
+    lines = [["tokens", *(f"{name}: {what}" for name in names for what in ("MB", "KL", "facts", "ms a step"))]]
+    for columns in zip(*(zip(*methods[name]) for name in names)):
+        line = [f"{columns[0][0]['length']:,}"]
+        for entries in columns:
+            means = {key: statistics.mean(entry[key] for entry in entries) for key in ("bytes", "kl")}
+            seconds = [entry["step_seconds"] for entry in entries if "step_seconds" in entry]
+            facts, known = (sum(entry[key] for entry in entries) for key in ("facts", "known"))
+            line += [f"{means['bytes'] / 1e6:.2f}", f"{means['kl']:.4f}", f"{facts} of {known}"]
+            line.append(f"{1e3 * statistics.mean(seconds):.0f}" if seconds else "-")
+        lines.append(line)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
 
 
 def main() -> None:
@@ -223,7 +243,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="picture of the results")
     options = parser.parse_args()
     if options.model is None:
-        plot(json.loads(options.output.read_text())["methods"], options.plot)
+        found = json.loads(options.output.read_text())["methods"]
+        print(table(found))
+        if options.plot is not None:
+            plot(found, options.plot)
         return
     lengths = sorted(int(length) for length in options.lengths.split(","))
 
