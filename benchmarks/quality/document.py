@@ -35,7 +35,7 @@ def main() -> None:
         path.write_text(filled(path.read_text()))
     text = "".join(path.read_text() for path in DOCUMENTS)
     PICTURES.mkdir(exist_ok=True)
-    for name in re.findall(r"\((?:\.\./)?quality/([^)]+\.png)\)", text):
+    for name in re.findall(r"\((?:\.\./|docs/)?quality/([^)]+\.png)\)", text):
         # the picture quality/peers-text-kl.png is text-kl.png of the study peers; a folder before it names the model
         model, _, last = name.rpartition("/")
         study, _, picture = last.partition("-")

@@ -34,7 +34,7 @@ def test_the_page_is_what_the_results_give(gallery: Any) -> None:
     found = rows(page)
     keys = [(row["model"], row["task"], row["method"]) for row in found]
     assert len(set(keys)) == len(keys)
-    assert {row["family"] for row in found} == {"hf-diffkv", "Transformers", "kvpress", "other policies"}
+    assert {row["family"] for row in found} == {"hf-diffkv", "Transformers", "kvpress", "llama.cpp", "other policies"}
 
 
 def test_figures_are_those_of_the_records(gallery: Any) -> None:
