@@ -42,7 +42,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     api = (tmp_path / "api.html").read_text()
     import hf_diffkv
 
-    documented = set(re.findall(r'id="hf_diffkv\.([\w.]+)"', api))
+    documented = set(re.findall(r'id="hf_diffkv(?:_\w+)?\.([\w.]+)"', api))
     names = {name for name in documented if "." not in name} | {name.rpartition(".")[2] for name in documented}
     assert {"hf_diffkv_serving.ray.generate", "hf_diffkv_serving.ray.app"} <= set(re.findall(r'id="([\w.]+)"', api))
     assert set(hf_diffkv.__all__) - {"plot", "ray", "training"} <= names and {"levels", "text", "quality"} <= names

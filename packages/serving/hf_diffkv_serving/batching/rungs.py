@@ -51,7 +51,7 @@ class RungCounts:
         return bisect_left(allowed, True, key=lambda more: not all(part.fits(more) for part in self.parts))
 
 
-class Rungs:
+class RungsOfParts:
     """Chooses and lowers rows of the slots. Its methods need what `SlotPart.look` has read.
 
     Args:

@@ -24,7 +24,7 @@ from hf_diffkv.store.state import Store
 
 from .part_rungs import PlannedRequests
 from .ranks import OtherPart, other_parts
-from .rungs import RungCounts, Rungs
+from .rungs import RungCounts, RungsOfParts
 from .shapes import AttentionShape
 from .slot_part import SlotPart, make_parts, slot_configs
 from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
@@ -85,7 +85,7 @@ class Slots:
             )
         with self.ranks.in_step():
             self.parts = make_parts(slot_configs(config, num_layers, shape), shape)
-        self.rungs = Rungs(self.parts, harm) if lowers(config) else None
+        self.rungs = RungsOfParts(self.parts, harm) if lowers(config) else None
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
         self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
