@@ -7,7 +7,6 @@ a forward needs besides the cache, mainly activations.
 from __future__ import annotations
 
 import copy
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -203,9 +202,8 @@ def _fits_budget(
     stores = Counter((layer, config.high, config.low) for layer, config in zip(compressed, configs))
     lowerable: Counter = Counter()
     for layer, config in zip(compressed, configs):
-        alphas = config.alpha_high if isinstance(config.alpha_high, tuple) else ()
-        heads = sum(alpha == math.inf for alpha in alphas) if alphas else layer.num_key_value_heads
-        lowerable[layer, config.high, config.low] += heads if alphas or config.alpha_high == math.inf else 0
+        finals = possible_precisions(config, layer.num_key_value_heads)
+        lowerable[layer, config.high, config.low] += finals.count((config.low,))
     first = configs[0]
     stored, slots = max(0, tokens - first.window - first.sinks), first.sinks + first.window + 1
     budget = int(first.max_bytes or 0)
