@@ -2,15 +2,11 @@
 
 The reference is llama.cpp's own cache in f16 with the same GGUF file, which differs from its other caches in nothing
 but the types. A type also affects how the prompt is read, as every token attends to what the cache holds by then.
-
-The exit code is 2 if the job is refused; the last line then says why.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from job import run_job
 from llama_context import EXACT, FAMILY, THREADS, CacheTypes, Held, LlamaCpp, parse_types
 
 from hf_diffkv.evaluation.documents import Document, read_document
@@ -34,15 +31,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 def main() -> int:
-    # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    job = json.load(sys.stdin)
-    try:
-        work(job)
-    except EvaluationError as error:
-        print(error)
-        return 2
-    return 0
+    return run_job(work)
 
 
 def work(job: dict[str, Any]) -> None:

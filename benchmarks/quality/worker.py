@@ -1,33 +1,21 @@
-"""Runs a job of `isolated.py`, which comes on standard input, within another environment.
-
-The exit code is 2 if the job is refused; the last line then says why.
-"""
+"""Runs a job of `isolated.py`, which comes on standard input, within another environment."""
 
 from __future__ import annotations
 
-import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from job import run_job
+
 from hf_diffkv.evaluation.documents import read_document
-from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.import_hook import unregister
 
 
 def main() -> int:
-    # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # this environment's Transformers may be too old for registration
     unregister()
-    job = json.load(sys.stdin)
-    try:
-        work(job)
-    except EvaluationError as error:
-        print(error)
-        return 2
-    return 0
+    return run_job(work)
 
 
 def work(job: dict[str, Any]) -> None:
