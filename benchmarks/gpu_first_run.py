@@ -3,8 +3,8 @@
 Correctness of the kernels, attention, tokens per second within a budget of bytes, time to the first token, compaction,
 kernel settings, and steps over the length, in this order; then the tables and which targets are met. Each part has a
 time limit of its own. What fails, is missing or runs out of time is a line of the results, and the next part runs.
-`--parts` runs some of them, for example to go on where a run ended. Nothing needs to be installed: the checkout this
-file is in is what runs, beside the Python packages that are there.
+`--parts` runs some of them, for example to go on where a run ended; `--minutes` shortens or lengthens all limits.
+Nothing needs to be installed: the checkout this file is in is what runs, beside the Python packages that are there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part:
     Attributes:
         limit: seconds after which the part is ended.
         script: name of a script in this folder; None runs the tests.
-        arguments: arguments of the script, or names of the test files.
+        arguments: arguments of the script, or names of the test files: those of one string run together.
     """
 
     limit: int
@@ -51,7 +51,7 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "tests": Part(400, None, ("kernels", "prompts", "models", "graphs", "captures", "memory")),
+    "tests": Part(400, None, ("kernels prompts models graphs captures", "memory")),
     "attention": Part(240, "attention_gpu", ("--quick", "--models", "llama-3-8b")),
     "budget": Part(280, "decode_gpu", ("--parts", "budget", "--caches", *CACHES)),
     "first-token": Part(180, "ttft_gpu"),
@@ -118,14 +118,24 @@ def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
     if part.script is None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_lines", "--lines", str(tests_path(args))]
         if importlib.util.find_spec("xdist") is not None:
-            command += ["-n", str(min(8, os.cpu_count() or 1))]
-        return {file: [*command, f"tests/gpu/test_{file}_on_gpu.py"] for file in part.arguments}
+            command += ["-n", str(min(16, os.cpu_count() or 1))]
+        paths = {names: [f"tests/gpu/test_{name}_on_gpu.py" for name in names.split()] for names in part.arguments}
+        return {names: [*command, *files] for names, files in paths.items()}
     command = [sys.executable, str(FOLDER / f"{part.script}.py"), *part.arguments]
     command += ["--output", str(args.results / f"{part.script}.jsonl")]
-    command += ["--seconds", str(int(SHARE_TO_START * part.limit))]
+    command += ["--seconds", str(int(SHARE_TO_START * limit_of(name, args)))]
     command += ["--commit", args.commit] if args.commit else []
     command += ["--tiny", "--device", "cpu", "--repeats", "2"] if args.tiny else []
     return {part.script: command}
+
+
+def limit_of(name: str, args: argparse.Namespace) -> float:
+    """Returns the seconds of a part within `--minutes` for the wanted parts."""
+    if name not in PARTS:
+        return LAST_SECONDS
+    if args.minutes is None:
+        return PARTS[name].limit
+    return 60 * args.minutes * PARTS[name].limit / sum(PARTS[part].limit for part in args.parts)
 
 
 def tests_path(args: argparse.Namespace) -> Path:
@@ -142,8 +152,7 @@ def note(path: Path, row: dict) -> None:
 
 def run_part(name: str, args: argparse.Namespace) -> list[dict]:
     """Runs all commands of a part within its time; notes each as a line of the results, and returns these."""
-    limit = PARTS[name].limit if name in PARTS else LAST_SECONDS
-    end = time.monotonic() + limit
+    end = time.monotonic() + limit_of(name, args)
     rows = []
     for what, command in commands(name, args).items():
         left = end - time.monotonic()
@@ -171,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 1 where a part failed, 0 otherwise."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="in this order")
+    options.add_argument("--minutes", type=float, help="for these parts together, instead of their own limits")
     options.add_argument("--results", type=Path, default=FOLDER / "results", help="folder of the JSON lines")
     options.add_argument("--commit", help="of this code, where it is run outside its repository")
     options.add_argument("--tiny", action="store_true", help="sizes for a CPU: whether it runs, not how fast")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,14 +53,24 @@ def test_what_fails_ends_its_part_alone(script, monkeypatch: pytest.MonkeyPatch,
     assert printed.index("- budget, decode_gpu") < printed.index("the targets") < printed.index("the report")
 
 
+def test_minutes_are_shared_by_the_wanted_parts(script) -> None:
+    module = script("gpu_first_run")
+    args = SimpleNamespace(parts=["tests", "compaction"], minutes=4)
+    assert module.limit_of("tests", args) == 240 * 400 / 490
+    assert module.limit_of("tests", args) + module.limit_of("compaction", args) == pytest.approx(240)
+    assert module.limit_of("tests", SimpleNamespace(minutes=None)) == 400
+
+
 def test_all_parts_take_what_they_are_given(script, tmp_path: Path) -> None:
     """Each benchmark's arguments are its own, and all tests are among those that run."""
     module = script("gpu_first_run")
     assert sum(part.limit for part in module.PARTS.values()) <= 25 * 60
     assert list(module.PARTS)[:5] == ["tests", "attention", "budget", "first-token", "compaction"]
-    files = [f"test_{name}_on_gpu.py" for name in module.PARTS["tests"].arguments]
+    files = [f"test_{name}_on_gpu.py" for name in " ".join(module.PARTS["tests"].arguments).split()]
     assert sorted(files) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
     assert files[0] == "test_kernels_on_gpu.py"
+    # which measures the device's memory
+    assert module.PARTS["tests"].arguments[-1] == "memory"
     threads = torch.get_num_threads()
     for part in module.PARTS.values():
         if part.script is not None:
