@@ -19,7 +19,7 @@ from cases import CONFIGS, MODELS
 from engines import ENGINES, FP8, read
 from measure import Session, free_memory, parser, relative_error
 from rows import RandomRows
-from sweep import BATCH, CONTEXT, SWEPT, sweep
+from sweep import MANY, ONE, SWEPT, sweep
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> Session:
     session = Session(args)
     dtype, cases, backends = getattr(torch, args.dtype), grid(args), ["flash", "cudnn", "efficient"]
     if args.sweep:
-        cases, args.models = [(BATCH, CONTEXT)], args.models[:1]
+        cases, args.models = [MANY, ONE], args.models[:1]
     if args.tiny:
         dtype, cases, backends, args.window = torch.float32, [(2, 96)], ["math"], 8
     for (batch, context), model in itertools.product(cases, args.models):
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> Session:
         case = {"model": model, "kv_heads": heads, "batch": batch, "context": context}
         case |= {"window": args.window, "dtype": str(dtype)[6:]}
         if args.sweep:
-            for name in SWEPT:
+            for name in (name for name in SWEPT if name in args.configs):
                 right = partial(_swept_error, query, heads)
                 sweep(session, case, name, query, heads, right, LIMITS[dtype])
             continue

@@ -57,4 +57,6 @@ CONFIGS = {
     "K4V2": Stored(K8V4, K4V2, (0.0, 1.0)),
     "30/40/30": Stored(K8V4, K4V2, (0.3, 0.4)),
     **{name: _uniform(fields["high"], UNIFORM_NUMBERS) for name, fields in PRESETS.items()},
+    # a pair of measured heads: here rows have tokens at either precision, so that both loops run
+    "K6V5-K4V3": Stored(Precision(6, 5), Precision(4, 3), (0.5, 0.5), UNIFORM_NUMBERS),
 }

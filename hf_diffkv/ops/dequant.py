@@ -241,12 +241,12 @@ def portable_field(packed, PIECE: tl.constexpr, FIELD: tl.constexpr, FIRST: tl.c
 
 
 @triton.jit
-def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr = ""):
+def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
     """Loads the elements `lane` of rows at pointers [tokens] as a tile [tokens, lanes], zero if they do not exist.
 
     Args:
         FULL: whether all elements exist; loads without a mask are wider.
-        EVICT: eviction policy, "evict_first" for data that is read once.
+        EVICT: eviction policy: "evict_first" for data that is read once, otherwise "".
     """
     if FULL:
         return tl.load(pointer[:, None] + lane[None, :], eviction_policy=EVICT)
@@ -256,7 +256,7 @@ def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr = 
 
 @triton.jit
 def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
-               HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, EVICT: tl.constexpr = ""):  # fmt: skip
+               HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
     """Loads codes of packed rows of DIM elements as a tuple of [tokens, lanes] for the `pieces`.
 
     Other arguments as in `unpack` and `load_lanes`.

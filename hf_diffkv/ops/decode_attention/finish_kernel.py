@@ -48,6 +48,12 @@ def softmax_state(partial_peak, partial_total, sinks, row, heads, there, kv_head
     return peak, tl.where(total == 0, 1.0, total)
 
 
+@triton.constexpr_function
+def rows_at_once(split_block, lanes):
+    """Returns the number of partial outputs that are merged at once, which registers limit."""
+    return min(split_block, max(8192 // lanes, 1))
+
+
 @triton.jit
 def merge_head(partial_output, partial_peak, partial_total, sinks, output, active, row, head, kv_heads, splits,
                GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, LANES: tl.constexpr,
@@ -58,16 +64,19 @@ def merge_head(partial_output, partial_peak, partial_total, sinks, output, activ
         partial_peak, partial_total, sinks, row, one, one < GROUP, kv_heads, splits, GROUP, SPLIT_BLOCK
     )
     first_row = row.to(tl.int64) * splits
-    lane = tl.arange(0, SPLIT_BLOCK)
+    ROWS: tl.constexpr = rows_at_once(SPLIT_BLOCK, LANES)
+    lane = tl.arange(0, ROWS)
     column = tl.arange(0, LANES)
     acc = tl.zeros((LANES,), tl.float32)
-    for start in range(0, splits, SPLIT_BLOCK):
+    for start in range(0, splits, ROWS):
         split = start + lane
         part_row = (first_row + split) * GROUP + head
         peaks = tl.load(partial_peak + part_row, mask=split < splits, other=-float("inf"))
-        worked = (peaks != -float("inf"))[:, None] & (column < VALUE_DIM)[None, :]
-        part = tl.load(partial_output + part_row[:, None] * VALUE_DIM + column[None, :], mask=worked, other=0.0)
-        acc += tl.sum(tl.math.exp2(peaks - peak)[:, None] * part, 0)
+        # outputs of splits without tokens are loaded, so that no load waits for a peak, and hold anything
+        there = (split < splits)[:, None] & (column < VALUE_DIM)[None, :]
+        part = tl.load(partial_output + part_row[:, None] * VALUE_DIM + column[None, :], mask=there, other=0.0)
+        weighted = tl.math.exp2(peaks - peak)[:, None] * part
+        acc += tl.sum(tl.where((peaks != -float("inf"))[:, None], weighted, 0.0), 0)
     result = tl.where(active, acc / total, 0.0).to(output.dtype.element_ty)
     out_row = row.to(tl.int64) * GROUP + head
     tl.store(output + out_row * VALUE_DIM + column, result, mask=column < VALUE_DIM)
@@ -125,11 +134,11 @@ def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first
 
 
 @triton.jit
-def add_scores(pages, page_table, window_score, logits, block_peak, held, log_total, counts, place, length, row, split,
-               table_width, slots, sink_slots, splits, positions, blocks, HIGH: tl.constexpr, LOW: tl.constexpr,
+def add_scores(pages, page_table, window_score, logits, block_peak, held, log_total, counts, place, length, row, share,
+               shares, table_width, slots, sink_slots, positions, blocks, HIGH: tl.constexpr, LOW: tl.constexpr,
                GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
                FOLD: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
-    """Adds the attention that the tokens of one split of a row received, except for the newest token.
+    """Adds the attention that the tokens of one of the equal `shares` of a row received, except for the newest token.
 
     Args:
         log_total: log2 of the softmax denominators, float32 [HEADS]; infinite for padding heads.
@@ -140,9 +149,9 @@ def add_scores(pages, page_table, window_score, logits, block_peak, held, log_to
     high_tiles = tl.cdiv(high, TOKENS)
     paged_tiles = high_tiles + tl.cdiv(low, TOKENS)
     all_tiles = paged_tiles + tl.cdiv(window, TOKENS)
-    share = tl.cdiv(all_tiles, splits)
-    first = split * share
-    last = tl.minimum(first + share, all_tiles)
+    tiles = tl.cdiv(all_tiles, shares)
+    first = share * tiles
+    last = tl.minimum(first + tiles, all_tiles)
     high_blocks = tl.cdiv(high, BLOCK)
     paged_blocks = high_blocks + tl.cdiv(low, BLOCK)
     wide_row = row.to(tl.int64)
@@ -179,20 +188,20 @@ def add_scores(pages, page_table, window_score, logits, block_peak, held, log_to
 @triton.jit(
     do_not_specialize=[
         *("page_table", "high_count", "low_count", "window_score", "window_start", "length", "valid", "sink_end"),
-        *("sinks", "table_width", "kv_heads", "slots", "sink_slots", "splits", "positions", "blocks"),
+        *("sinks", "table_width", "kv_heads", "slots", "sink_slots", "splits", "shares", "positions", "blocks"),
     ]
 )
 def finish_kernel(
     pages, page_table, high_count, low_count, window_score, window_start, length, valid, sink_end, logits,
     block_peak, held, partial_output, partial_peak, partial_total, sinks, output, table_width, kv_heads, slots,
-    sink_slots, splits, positions, blocks,
+    sink_slots, splits, shares, positions, blocks,
     HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TOKENS: tl.constexpr, FOLD: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Merges the splits of a row and adds scores.
 
     The first GROUP programs of a row each merge the splits of one query head. The others each add the scores of a share
-    of the row's tokens. Grid: (rows, GROUP + splits), or (rows, GROUP) without scores. Further arguments as in
+    of the row's tokens. Grid: (rows, GROUP + shares), or (rows, GROUP) without scores. Further arguments as in
     `attend_kernel`.
 
     Args:
@@ -228,6 +237,6 @@ def finish_kernel(
         log_total = tl.where(heads < GROUP, peak + tl.math.log2(total), float("inf"))
         add_scores(
             pages, page_table, window_score, logits, block_peak, held, log_total, (high, low, window), place, seen, row,
-            part - GROUP, table_width, slots, sink_slots, splits, positions, blocks, HIGH, LOW, GROUP, HEADS, BLOCK,
+            part - GROUP, shares, table_width, slots, sink_slots, positions, blocks, HIGH, LOW, GROUP, HEADS, BLOCK,
             TOKENS, FOLD, HOLD,
         )  # fmt: skip

@@ -17,8 +17,11 @@ from .rows import LOG2_E
 from .scratch import TRITON_DTYPES, KernelConfig, Scratch
 from .splits import MIN_BLOCKS
 
-SPLIT_BLOCK = 16
+# splits that are merged at once: few, and more where there are many, whose loads would wait for each other
+SPLIT_BLOCKS = (16, 64)
 SCORE_TOKENS = 128
+# tokens whose scores one program adds
+SHARE_TOKENS = 4 * SCORE_TOKENS
 FINISH_WARPS = 4
 
 
@@ -98,11 +101,14 @@ def decode_attention(
             **constants["attend"],
         )
         joining = _joining(held, scratch.logits) if layout.selects else {}
-        finish_kernel[(rows.count, group + (scratch.splits if layout.selects else 0))](
+        shares = triton.cdiv(scratch.max_tokens, SHARE_TOKENS) if layout.selects else 0
+        finish_kernel[(rows.count, group + shares)](
             window_score=rows.window_score,
             held=None if held is None else held.received,
             sinks=None if softmax.sinks is None else softmax.sinks.contiguous(),
             output=output,
+            shares=shares,
+            SPLIT_BLOCK=SPLIT_BLOCKS[scratch.splits > SPLIT_BLOCKS[0]],
             num_warps=FINISH_WARPS,
             **shared,
             **{**constants["finish"], **joining},
@@ -143,7 +149,6 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
         "finish": {
             **shared,
             "LANES": triton.next_power_of_2(layout.high.value_dim),
-            "SPLIT_BLOCK": SPLIT_BLOCK,
             "TOKENS": SCORE_TOKENS,
             "FOLD": False,
             "HOLD": False,

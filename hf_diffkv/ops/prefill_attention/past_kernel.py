@@ -36,7 +36,7 @@ def row_columns(DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
 def load_columns(pointer, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """Loads rows of DIM elements at pointers [tokens] as a tile [tokens, WIDTH], with zeros in unused columns."""
     element, exists = row_columns(DIM, WIDTH, PARTS)
-    return load_lanes(pointer, element, exists, DIM == WIDTH)
+    return load_lanes(pointer, element, exists, DIM == WIDTH, "")
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: 
         PIECES: tl.constexpr = pieces(BITS)
         PIECE: tl.constexpr = DIM // PIECES
         lane, exists = row_columns(PIECE, WIDTH // PIECES, PARTS // PIECES)
-        codes = load_codes(rows, lane, exists, PIECE == WIDTH // PIECES, BITS, DIM, EXACT, True, MODE, tl.float32)
+        codes = load_codes(rows, lane, exists, PIECE == WIDTH // PIECES, BITS, DIM, EXACT, True, MODE, tl.float32, "")
         tiles = ()
         if PIECES % GROUPS == 0:
             for group in tl.static_range(GROUPS):
