@@ -255,6 +255,33 @@ def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
 
 
 @triton.jit
+def load_runs(rows, RUNS: tl.constexpr, SIZE: tl.constexpr, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
+    """Loads 1, 2 or 4 neighbouring runs of SIZE bytes of each row as a tuple of tiles [tokens, lanes].
+
+    A single load takes full runs of 32 bytes or more, because the L2 cache answers requests at a limited rate and every
+    load of a row is one. Shorter runs would change threads. Other arguments as in `load_lanes`.
+    """
+    if FULL and SIZE >= 32:
+        return halves(load_lanes(rows, tl.arange(0, RUNS * SIZE), None, True, EVICT), RUNS)
+    else:
+        tiles = ()
+        for run in tl.static_range(RUNS):
+            tiles = tiles + (load_lanes(rows + run * SIZE, lane, exists, FULL, EVICT),)
+        return tiles
+
+
+@triton.jit
+def halves(tile, COUNT: tl.constexpr):
+    """Splits a tile [tokens, lanes] along its lanes into COUNT equal ones, a power of two."""
+    if COUNT == 1:
+        return (tile,)
+    else:
+        pairs = tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1)
+        first, second = tl.split(pairs)
+        return halves(first, COUNT // 2) + halves(second, COUNT // 2)
+
+
+@triton.jit
 def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
                HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
     """Loads codes of packed rows of DIM elements as a tuple of [tokens, lanes] for the `pieces`.
@@ -286,8 +313,7 @@ def load_field(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: 
         first = load_lanes(rows, lane, lane < HALF, False, EVICT)
         return (first, load_lanes(rows - HALF, lane, exists & (lane >= HALF), False, EVICT))
     elif BITS == 4:
-        first = load_lanes(rows, lane, exists, FULL, EVICT)
-        return (first, load_lanes(rows + DIM // 4, lane, exists, FULL, EVICT))
+        return load_runs(rows, 2, DIM // 4, lane, exists, FULL, EVICT)
     else:
         return (load_lanes(rows, lane, exists, FULL, EVICT),)
 

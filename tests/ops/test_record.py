@@ -95,7 +95,7 @@ def test_the_list_changes_with_what_is_launched(monkeypatch: pytest.MonkeyPatch)
     before = listed("quantize") | listed("decode_attention") | listed("prefill_attention")
     monkeypatch.setattr(quantize, "COPY_BYTES", 2 * quantize.COPY_BYTES)
     monkeypatch.setattr(quantize, "NUM_WARPS", 2)
-    monkeypatch.setattr(decode, "SCORE_TOKENS", 64)
+    monkeypatch.setattr(decode, "SHARE_TOKENS", 64)
     tile = tiles.FORWARD_TILES["sm_90"][128]
     monkeypatch.setitem(tiles.FORWARD_TILES["sm_90"], 128, tiles.Tile(64, tile.block_n, tile.num_warps, 1))
     choose = KernelConfig.choose
@@ -111,7 +111,7 @@ def test_the_list_changes_with_what_is_launched(monkeypatch: pytest.MonkeyPatch)
     assert after[copy].constexprs["BLOCK"] == 2 * before[copy].constexprs["BLOCK"]
     assert (before[store].num_warps, after[store].num_warps) == (4, 2)
     finish = "decode_finish-K8V4-K4V2-d128-g4-cuda"
-    assert (before[finish].constexprs["TOKENS"], after[finish].constexprs["TOKENS"]) == (128, 64)
+    assert (before[finish].constexprs["TOKENS"], after[finish].constexprs["TOKENS"]) == (512, 64)
     assert after["decode_attend-K8V4-K4V2-d128-g4-hip"].options == {"maxnreg": 99}
     forward = "flash_forward-bf16-d128-padding-sm_90"
     assert (before[forward].constexprs["BLOCK_M"], after[forward].constexprs["BLOCK_M"]) == (128, 64)

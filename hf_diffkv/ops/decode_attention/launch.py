@@ -17,11 +17,10 @@ from .rows import LOG2_E
 from .scratch import TRITON_DTYPES, KernelConfig, Scratch
 from .splits import MIN_BLOCKS
 
-# splits that are merged at once: few, and more where there are many, whose loads would wait for each other
+# splits that are merged at once; the second number where there are more, as one load would wait for another
 SPLIT_BLOCKS = (16, 64)
-SCORE_TOKENS = 128
-# tokens whose scores one program adds
-SHARE_TOKENS = 4 * SCORE_TOKENS
+# tokens whose scores a program adds; each tier and the window end in a share of their own
+SHARE_TOKENS = 512
 FINISH_WARPS = 4
 
 
@@ -101,7 +100,7 @@ def decode_attention(
             **constants["attend"],
         )
         joining = _joining(held, scratch.logits) if layout.selects else {}
-        shares = triton.cdiv(scratch.max_tokens, SHARE_TOKENS) if layout.selects else 0
+        shares = triton.cdiv(scratch.max_tokens, SHARE_TOKENS) + 2 if layout.selects else 0
         finish_kernel[(rows.count, group + shares)](
             window_score=rows.window_score,
             held=None if held is None else held.received,
@@ -149,7 +148,7 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
         "finish": {
             **shared,
             "LANES": triton.next_power_of_2(layout.high.value_dim),
-            "TOKENS": SCORE_TOKENS,
+            "TOKENS": SHARE_TOKENS,
             "FOLD": False,
             "HOLD": False,
         },

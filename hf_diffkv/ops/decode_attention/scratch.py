@@ -20,6 +20,8 @@ MOST_REGISTERS = 255
 # registers per thread of a one-warp program; from 169 to 255 eight run on a multiprocessor, but loops are scheduled
 # differently
 ONE_WARP_REGISTERS = 200
+# twelve run with so many, which takes 3 to 7 % less time on an H200, where nothing spills
+TWELVE_WARPS_REGISTERS = 168
 # registers for padded rows and two tiers, which would spill otherwise
 PADDED_REGISTERS = 224
 
@@ -97,6 +99,8 @@ class KernelConfig:
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
+        elif bounded and not (padded or layout.selects) and _fits_twelve_warps(layout):
+            options = (("maxnreg", TWELVE_WARPS_REGISTERS),)
         elif bounded:
             options = (("maxnreg", ONE_WARP_REGISTERS if layout.one_tier or not padded else PADDED_REGISTERS),)
         return cls(heads, block, warps, stages, PTX, tl.float16, raw, options)
@@ -105,6 +109,12 @@ class KernelConfig:
         """Returns the number of programs that a multiprocessor of `device` runs at once."""
         registers = dict(self.options).get("maxnreg", MOST_REGISTERS)
         return programs_per_processor(layout, self.block, self.num_warps, self.num_stages, registers, device)
+
+
+def _fits_twelve_warps(layout: PageLayout) -> bool:
+    """Returns whether unpadded loops without scores spill nothing with `TWELVE_WARPS_REGISTERS`."""
+    high, low = layout.high, layout.low
+    return layout.one_tier or (high.key_dim > 64 and not (high.k_bits >= 5 and low.k_bits <= 3))
 
 
 @dataclass(frozen=True)

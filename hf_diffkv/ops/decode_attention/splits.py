@@ -11,8 +11,10 @@ MIN_BLOCKS = 2
 MAX_SPLITS = 256
 # keeps one long row among short ones from outlasting all others
 MAX_SPLIT_TOKENS = 2048
-# fixed cost of a program in blocks: three dependent reads, and the instructions before and after its loops
-START_BLOCKS = 2
+# times in blocks of 32 tokens, measured on an H200 with one request of 8,192 tokens (docs/notes/kernels.md): of a program
+# besides its blocks, for dependent reads and the instructions around its loops, and of merging so many splits
+START_BLOCKS = 10
+MERGED, MERGE_BLOCKS = 64, 3
 NEARLY = 1.05
 # gfx942: a compute unit has four parts, each with registers for one wave of this kernel
 HIP_WAVES = 4
@@ -40,10 +42,9 @@ def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
 
     def duration(splits: int) -> int:
         waves = -(-max(rows, 1) * splits // programs)
-        return waves * (max(-(-blocks // splits), MIN_BLOCKS) + START_BLOCKS)
+        return waves * (max(-(-blocks // splits), MIN_BLOCKS) + START_BLOCKS) + MERGE_BLOCKS * -(-splits // MERGED)
 
     durations = {splits: duration(splits) for splits in range(max(least, 1), most + 1)}
-    # merging costs more with every split
     return min(splits for splits, taken in durations.items() if taken <= NEARLY * min(durations.values()))
 
 

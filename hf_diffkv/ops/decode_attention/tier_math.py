@@ -24,8 +24,10 @@ from ..dequant import (
     gather_codes,
     load_codes,
     load_lanes,
+    load_runs,
     pieces,
     stack_pieces,
+    unpack,
 )
 from ..narrow_kernel import load_metadata, load_words, metadata_of
 
@@ -101,6 +103,32 @@ def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
             "mul.wide.s32 $0, $1, $2;", "=l,r,r", [page, BYTES], dtype=tl.int64, is_pure=True, pack=1
         )
         return tl.multiple_of(offset, power_of_two_in(BYTES))
+
+
+@triton.constexpr_function
+def shares_sectors(tier, is_key):
+    """Returns whether several loads of a tier's keys or values touch the same sector, 32 bytes, of the L2 cache."""
+    bits, offset, row = tier.v_bits, tier.value_offset, tier.value_row
+    if is_key:
+        bits, offset, row = tier.k_bits, tier.key_offset, tier.key_row
+    return bits < 16 and ((tier.page_bytes | offset | row) % 32 > 0 or 1 in fields(bits))
+
+
+@triton.jit
+def through_l1(rows, SHARED: tl.constexpr, MODE: tl.constexpr):
+    """Returns pointers [tokens] whose loads the L1 cache keeps, in PTX mode and if SHARED.
+
+    Asynchronous copies of 16 bytes pass the L1 cache by, those of 8 do not. So an offset of zero, of which Triton knows
+    nothing but that 8 divides it, keeps copies from being wider. A sector that is shared then leaves the L2 cache once,
+    whose throughput limits decode attention on an H200.
+    """
+    if MODE == 0 or not SHARED:
+        return rows
+    else:
+        zero = tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=r,l", [rows.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return rows + tl.multiple_of(zero, 8)
 
 
 @triton.jit
@@ -218,7 +246,7 @@ def tier_products(base, slot, words, query, sums, biases, TIER: tl.constexpr, EL
 
     `words` is the keys' metadata.
     """
-    keys = base + TIER.key_offset + slot * TIER.key_row
+    keys = through_l1(base + TIER.key_offset + slot * TIER.key_row, shares_sectors(TIER, True), MODE)
     if TIER.k_bits == 16:
         rows = load_rows(keys.to(tl.pointer_type(ELEMENT)), TIER.key_dim, padded(TIER.key_dim))
         products = tl.dot(convert(rows, RAW), query[0], input_precision="ieee")
@@ -274,16 +302,19 @@ def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.con
     HERE: tl.constexpr = run_length(TIER, MODE) == 1
     # subnormal codes of several fields would spill if unpacked here
     FORM: tl.constexpr = EXACT if HERE else SUBNORMAL
-    first = load_pieces(rows, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
     if COUNT == 4:
-        return first
-    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
-    if COUNT == 2:
-        return (first[0], second[0], first[1], second[1])
+        return load_pieces(rows, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
     else:
-        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
-        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
-        return (first[0], second[0], third[0], fourth[0])
+        LANES: tl.constexpr = padded(QUARTER)
+        lane = tl.arange(0, LANES)
+        runs = load_runs(rows, 4 // COUNT, QUARTER, lane, lane < QUARTER, QUARTER == LANES, READ_ONCE)
+        codes = ()
+        for run in tl.static_range(4 // COUNT):
+            codes = codes + unpack((runs[run],), BITS, FORM, HERE, MODE, OPERAND)
+        if COUNT == 2:
+            return (codes[0], codes[2], codes[1], codes[3])
+        else:
+            return codes
 
 
 @triton.constexpr_function
@@ -373,7 +404,7 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
     """
     DIM: tl.constexpr = TIER.value_dim
     GROUPS: tl.constexpr = TIER.v_groups
-    rows = base + TIER.value_offset + slot * TIER.value_row
+    rows = through_l1(base + TIER.value_offset + slot * TIER.value_row, shares_sectors(TIER, False), MODE)
     if TIER.v_bits == 16:
         acc = add_raw_values(acc, rows.to(tl.pointer_type(ELEMENT)), weights, decay, DIM, RAW)
     elif planar_values(TIER):
