@@ -11,7 +11,7 @@ MIN_BLOCKS = 2
 MAX_SPLITS = 256
 # keeps one long row among short ones from outlasting all others
 MAX_SPLIT_TOKENS = 2048
-# times in blocks of 32 tokens, measured on an H200 with one request of 8,192 tokens (docs/notes/kernels.md): of a program
+# times in blocks of 32 tokens, on an H200 with one request of 8,192 tokens (docs/notes/kernels.md): of a program
 # besides its blocks, for dependent reads and the instructions around its loops, and of merging so many splits
 START_BLOCKS = 10
 MERGED, MERGE_BLOCKS = 64, 3

@@ -105,32 +105,6 @@ def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
         return tl.multiple_of(offset, power_of_two_in(BYTES))
 
 
-@triton.constexpr_function
-def shares_sectors(tier, is_key):
-    """Returns whether several loads of a tier's keys or values touch the same sector, 32 bytes, of the L2 cache."""
-    bits, offset, row = tier.v_bits, tier.value_offset, tier.value_row
-    if is_key:
-        bits, offset, row = tier.k_bits, tier.key_offset, tier.key_row
-    return bits < 16 and ((tier.page_bytes | offset | row) % 32 > 0 or 1 in fields(bits))
-
-
-@triton.jit
-def through_l1(rows, SHARED: tl.constexpr, MODE: tl.constexpr):
-    """Returns pointers [tokens] whose loads the L1 cache keeps, in PTX mode and if SHARED.
-
-    Asynchronous copies of 16 bytes pass the L1 cache by, those of 8 do not. So an offset of zero, of which Triton knows
-    nothing but that 8 divides it, keeps copies from being wider. A sector that is shared then leaves the L2 cache once,
-    whose throughput limits decode attention on an H200.
-    """
-    if MODE == 0 or not SHARED:
-        return rows
-    else:
-        zero = tl.inline_asm_elementwise(
-            "mov.b32 $0, 0;", "=r,l", [rows.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
-        )
-        return rows + tl.multiple_of(zero, 8)
-
-
 @triton.jit
 def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
     """Loads rows [tokens, LANES] of COUNT elements from pointers [tokens]; full rows without a mask, for wide loads."""
@@ -246,7 +220,7 @@ def tier_products(base, slot, words, query, sums, biases, TIER: tl.constexpr, EL
 
     `words` is the keys' metadata.
     """
-    keys = through_l1(base + TIER.key_offset + slot * TIER.key_row, shares_sectors(TIER, True), MODE)
+    keys = base + TIER.key_offset + slot * TIER.key_row
     if TIER.k_bits == 16:
         rows = load_rows(keys.to(tl.pointer_type(ELEMENT)), TIER.key_dim, padded(TIER.key_dim))
         products = tl.dot(convert(rows, RAW), query[0], input_precision="ieee")
@@ -404,7 +378,7 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
     """
     DIM: tl.constexpr = TIER.value_dim
     GROUPS: tl.constexpr = TIER.v_groups
-    rows = through_l1(base + TIER.value_offset + slot * TIER.value_row, shares_sectors(TIER, False), MODE)
+    rows = base + TIER.value_offset + slot * TIER.value_row
     if TIER.v_bits == 16:
         acc = add_raw_values(acc, rows.to(tl.pointer_type(ELEMENT)), weights, decay, DIM, RAW)
     elif planar_values(TIER):
