@@ -126,8 +126,6 @@ class ContinuousCache(PackedCache):
         self.peak_bytes = self.bytes
         # requests that lost their memory to others
         self.preemptions = 0
-        # the moment when the engine last had nothing under way
-        self._finished: Moment | None = None
         # a `PrefixStore`, where prefixes are kept
         self.prefixes: Any = None
         self.beginnings = Beginnings()
@@ -143,6 +141,8 @@ class ContinuousCache(PackedCache):
         self._differs: set[str] = set()
         # whether the request that was looked up last has a prefix, and no room for its prompt
         self._no_room = False
+        # when the engine last had nothing under way; its first step is watched too
+        self._finished = self._moment()
 
     @property
     def bytes(self) -> int:
@@ -157,9 +157,7 @@ class ContinuousCache(PackedCache):
     def memory(self) -> ServingMemory:
         """Returns the memory at this moment, for other threads than the engine's after its last finished step."""
         finished = self._finished
-        if finished is None or finished.thread == threading.get_ident():
-            return self._moment().memory
-        return finished.memory
+        return self._moment().memory if finished.thread == threading.get_ident() else finished.memory
 
     def publish(self) -> None:
         """Shows other threads the memory of this moment, when nothing is under way, without waiting for the device."""
