@@ -86,7 +86,9 @@ class Run:
 
 def run(command: Sequence[str], limit: float) -> Run:
     """Runs a command, showing what it prints; ends it and all that it started after `limit` seconds."""
-    path = os.pathsep.join(filter(None, (str(ROOT), str(FOLDER), os.environ.get("PYTHONPATH"))))
+    # tables draw with the package of evaluations
+    folders = (ROOT, FOLDER, ROOT / "packages" / "evaluation", os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(str(folder) for folder in folders if folder)
     variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
     started, expired = time.monotonic(), threading.Event()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}

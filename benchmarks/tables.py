@@ -18,7 +18,7 @@ from plots import PLOTS
 FOLDER = Path(__file__).parent / "results"
 # what makes a case; of two results of one case the newer counts
 KEYS = ("device", "kind", "model", "dtype", "name", "cache", "batch", "context", "new_tokens", "layers")
-KEYS += ("cache_bytes_allowed", "num_stages", "maxnreg", "splits")
+KEYS += ("cache_bytes_allowed", "block", "num_warps", "num_stages", "maxnreg", "splits")
 
 
 def read(path: Path) -> list[dict]:
@@ -57,8 +57,19 @@ def attention(rows: list[dict]) -> str:
     """One line per case: what each precision reaches, against the fastest dense way; then kernel settings."""
     swept = [row for row in rows if row["kind"] == "sweep"]
     if swept:
-        header = ("model", "batch", "context", "name", "num_stages", "maxnreg", "splits", "us", "share_of_peak")
-        order = sorted(swept, key=lambda r: (r["name"], r["us"]))
+        header = (
+            "batch",
+            "context",
+            "name",
+            "block",
+            "num_warps",
+            "num_stages",
+            "maxnreg",
+            "splits",
+            "us",
+            "share_of_peak",
+        )
+        order = sorted(swept, key=lambda r: (r["batch"], r["name"], r["us"]))
         table = markdown(header, ([row.get(name) for name in header] for row in order))
         rest = [row for row in rows if row["kind"] != "sweep"]
         return f"{attention(rest)}\n\n{table}" if rest else table
@@ -176,16 +187,26 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"## Targets, {device}\n\n{markdown(targets.HEADER, targets.lines(mine))}\n")
 
 
+def print_rest(rows: list[dict]) -> None:
+    """Prints the cases that were not measured, those of one reason in one line."""
+    reasons: dict[tuple, list[dict]] = {}
+    for row in rows:
+        alike = (row["kind"], row.get("model"), row.get("name"), row.get("cache"), row.get("left_out") or row["failed"])
+        reasons.setdefault(alike, []).append(row)
+    for (*_, reason), cases in reasons.items():
+        common = [key for key in KEYS if key != "device" and len({str(row.get(key)) for row in cases}) == 1]
+        case = ", ".join(f"{key} {cases[0][key]}" for key in common if key in cases[0])
+        print(f"- not measured{f' ({len(cases)} cases)' if len(cases) > 1 else ''}: {case}: {reason}")
+
+
 def print_results(name: str, device: str, rows: list[dict], plots: Path | None) -> None:
     """One benchmark's table, what it left out, and its plot."""
     good = measured(rows)
     if good:
-        about = ", ".join(f"{key} {good[-1][key]}" for key in ("driver", "torch", "triton", "transformers", "commit"))
+        about = ", ".join(f"{key} {good[-1][key]}" for key in ("driver", "torch", "triton", "transformers"))
+        about += ", commit " + " and ".join(dict.fromkeys(row["commit"] for row in good))
         print(f"## {name}, {device}\n\n{about}\n\n{TABLES[name](good)}\n")
-    for row in rows:
-        if row not in good:
-            case = ", ".join(f"{key} {row[key]}" for key in KEYS if key in row and key != "device")
-            print(f"- not measured: {case}: {row.get('left_out') or row['failed']}")
+    print_rest([row for row in rows if row not in good])
     if plots is None or not good:
         return
     try:

@@ -36,13 +36,14 @@ def lowest_versions(requirements: list[str]) -> dict[str, str]:
 
 
 def dependencies(project: Path = PROJECT) -> list[str]:
-    """Returns the requirements of `[project]`."""
+    """Returns the requirements of `[project]`, and those of its kernels."""
     try:
         import tomllib
     except ModuleNotFoundError:
         # Python 3.10
         from pip._vendor import tomli as tomllib
-    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    found = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    return found["dependencies"] + found["optional-dependencies"]["gpu"]
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -55,24 +55,45 @@ def test_settings_of_the_kernel(
 
     def note(rows: object, query: torch.Tensor, scratch: object) -> torch.Tensor:
         config = scratch.config
-        seen.add((config.num_stages, dict(config.options).get("maxnreg"), scratch.splits))
+        setting = (config.block, config.num_warps, config.num_stages, dict(config.options).get("maxnreg"))
+        seen.add((len(query), *setting, scratch.splits))
         return attend(rows, query)
 
     monkeypatch.setattr(script("rows").RandomRows, "attend", note)
     rows = run(module, tmp_path / "attention_gpu.jsonl", "--sweep")
-    settings = {(row["num_stages"], row["maxnreg"], row["splits"]) for row in rows}
-    assert len(rows) == 12 * len(sweep.SWEPT) and settings == seen == {
-        (stages, registers, splits) for stages in (2, 3) for registers in (None, 168) for splits in (4, 8, 16)
-    }
+    names = ("batch", "block", "num_warps", "num_stages", "maxnreg", "splits")
+    assert {tuple(row.get(name) for name in names) for row in rows} == seen
+    assert len(rows) == len(sweep.SETTINGS) * len(sweep.SWEPT)
+    assert {setting[1:5] for setting in seen} == set(sweep.SETTINGS)
     script("tables").main(["--results", str(tmp_path)])
-    assert "| 3 | 168 | 16 |" in capsys.readouterr().out
+    assert "| 32 | 1 | 3 | 168 |" in capsys.readouterr().out
+
+
+def test_splits_of_one_request(script, tmp_path: Path) -> None:
+    """Settings stay as shipped, and rows are cut into all the default number of splits, half of it, and a quarter."""
+    module, sweep, rows = script("attention_gpu"), script("sweep"), script("rows").RandomRows
+    session = script("measure").Session(
+        SimpleNamespace(device="cpu", repeats=1, output=tmp_path / "one.jsonl", commit=None, seconds=60)
+    )
+    query = torch.randn(1, 4, 32)
+    case = {"model": "llama-3-8b", "kv_heads": 2, "batch": 1, "context": 1100, "window": 8, "dtype": "float32"}
+    seen = []
+
+    def check(output: torch.Tensor, found: rows) -> float:
+        seen.append(output)
+        return module.check(output, query, found.dense, 2)
+
+    sweep.sweep(session, case, "K8V4", query, 2, check, 1e-3)
+    splits = [row["splits"] for row in session.rows]
+    assert len(seen) == 3 and splits == [splits[0], splits[0] // 2, splits[0] // 4] and splits[-1] > 0
+    assert len({(row["block"], row["num_warps"]) for row in session.rows}) == 1
 
 
 def test_a_setting_that_fails_is_a_line(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, attend = script("attention_gpu"), script("rows").RandomRows.attend
 
     def refuse(rows: object, query: torch.Tensor, scratch: object) -> torch.Tensor:
-        if scratch.splits == 8:
+        if scratch.config.block == 16:
             raise MemoryError("out of resource: shared memory")
         return attend(rows, query) * (scratch.config.num_stages == 2)
 
@@ -80,10 +101,10 @@ def test_a_setting_that_fails_is_a_line(script, monkeypatch: pytest.MonkeyPatch,
     output = tmp_path / "attention_gpu.jsonl"
     session = module.main(["--device", "cpu", "--tiny", "--sweep", "--repeats", "2", "--output", str(output)])
     mine = [row for row in session.rows if row["name"] == "K4V2"]
-    assert [row["failed"] for row in mine if row["splits"] == 8] == ["MemoryError: out of resource: shared memory"] * 4
-    wrong = [row["failed"] for row in mine if (row["num_stages"], row["splits"]) == (3, 4)]
-    assert len(wrong) == 2 and all("relative error 1" in each for each in wrong)
-    assert all(row["us"] > 0 for row in mine if row["num_stages"] == 2 and row["splits"] != 8)
+    assert [row["failed"] for row in mine if row["block"] == 16] == ["MemoryError: out of resource: shared memory"] * 2
+    wrong = [row["failed"] for row in mine if row["num_stages"] == 3 and row["block"] > 16]
+    assert len(wrong) == 5 and all("relative error 1" in each for each in wrong)
+    assert all(row["us"] > 0 for row in mine if row["num_stages"] == 2 and row["block"] > 16)
 
 
 def test_a_wrong_output_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

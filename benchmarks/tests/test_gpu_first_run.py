@@ -49,7 +49,11 @@ def test_what_fails_ends_its_part_alone(script, monkeypatch: pytest.MonkeyPatch,
     assert found[2]["failed"] == "no time left to start it" and "nowhere" in found[3]["failed"]
     assert not [row for row in found[4:] if "failed" in row]
     printed = capsys.readouterr().out
-    assert str(ROOT) in printed and "- attention, absent: 0 s, " in printed
+    assert (
+        str(ROOT) in printed
+        and str(ROOT / "packages" / "evaluation") in printed
+        and "- attention, absent: 0 s, " in printed
+    )
     assert printed.index("- budget, decode_gpu") < printed.index("the targets") < printed.index("the report")
 
 

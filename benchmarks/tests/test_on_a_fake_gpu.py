@@ -52,7 +52,9 @@ def test_attention(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     script("tables").main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "| 0.2 |" in printed and "- not measured: kind dense, model llama-3-8b" in printed
-    (tmp_path / "tests_gpu.jsonl").write_text('{"outcome": "passed"}\n{"outcome": "failed"}\n{"outcome": "passed"}\n')
+    outcomes = [("a", "failed"), ("b", "passed"), ("c", "failed"), ("a", "passed")]
+    lines = [json.dumps({"test": test, "outcome": outcome}) + "\n" for test, outcome in outcomes]
+    (tmp_path / "tests_gpu.jsonl").write_text("".join(lines))
     script("gpu_report").main(["--results", str(tmp_path)])
     report = capsys.readouterr().out
     last = next(line for line in report.splitlines() if f"| {rows[-1]['name']} |" in line)
