@@ -17,7 +17,7 @@ LEAST_KEY_BITS = 8
 # from the best to the smallest
 LATENT_LADDER = ("K8V8", "K8V6", "K8V5", "K8V4", "K8V3")
 # precision of the latents for the name of a preset
-LATENT_PRESETS = {"quality": "K8V8", "balanced": "K8V8", "small": "K8V4"}
+LATENT_PRESETS = {"quality": "K8V8", "balanced": "K8V8", "small": "K8V6"}
 # levels of which the user gives only some
 LATENT_LEVELS: dict[str, Any] = {
     "high": Precision(8, 8),

@@ -209,7 +209,7 @@ def test_rotary_keys_of_few_bits_are_refused(model: PreTrainedModel, fields: dic
 def test_chosen_precisions(model: PreTrainedModel) -> None:
     """Presets, a ratio, and a precision for each layer."""
     names = {name: DiffKVCache(model, name).config.high.name for name in ("quality", "balanced", "small")}
-    assert names == {"quality": "K8V8", "balanced": "K8V8", "small": "K8V4"}
+    assert names == {"quality": "K8V8", "balanced": "K8V8", "small": "K8V6"}
     assert DiffKVCache(model).config.high.name == DiffKVCache(model).config.low.name == "K8V8"
     assert DiffKVCache(model, high="K8V5").config.low.name == "K8V5"
     assert not DiffKVCache(model).config.selects
