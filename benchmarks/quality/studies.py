@@ -135,6 +135,17 @@ STUDIES = {
             *(f"llama-cpp:{types}" for types in ("f16", "q8_0", "q5_0", "q4_0")),
         ),
     ),
+    # whether text loses more behind a longer context, beside what the model's dtype changes (run them with --model
+    # qwen2.5-coder-0.5b)
+    **{
+        f"text-{length // 1024}k": Study(
+            ("dense", "dense:float32", "diffkv", "diffkv:small", f"diffkv:balanced+{ALIKE}", "quanto:4"),
+            tasks="text",
+            documents=1,
+            length=length,
+        )
+        for length in (2048, 8192, 16384)
+    },
     # the same on a model of few compressed layers (run it with --model gemma3-270m)
     "heads_alone": Study(
         ("dense", "diffkv", "diffkv:small", f"diffkv:balanced+{ALIKE}", f"diffkv:small+{ALIKE}"), documents=2
