@@ -312,6 +312,18 @@ def test_any_number_of_splits_gives_the_same(splits):
     assert_like_reference(case, splits=splits, block=16)
 
 
+@pytest.mark.parametrize("shares", [1, 2, 5, 40])
+def test_any_number_of_shares_adds_the_same_scores(monkeypatch, shares):
+    monkeypatch.setattr(launch, "SHARE_TOKENS", 16)
+    monkeypatch.setattr(launch, "_shares", lambda *_: shares)
+    assert_like_reference(make_case([[200, 7]], [[90, 0]], [8]))
+
+
+@pytest.mark.parametrize("rows, tokens, splits, shares", [(8, 8192, 64, 18), (256, 8192, 6, 18), (512, 1 << 17, 6, 16)])
+def test_shares_follow_the_tokens_until_the_device_is_full(rows, tokens, splits, shares):
+    assert launch._shares(rows, SimpleNamespace(splits=splits, max_tokens=tokens)) == shares
+
+
 def test_full_last_pages_and_tier_boundaries():
     layout = PageLayout.build(K8V4, K4V2, 64, 64, 2)
     high, low = layout.high.capacity, layout.low.capacity

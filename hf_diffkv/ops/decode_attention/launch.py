@@ -19,8 +19,10 @@ from .splits import MIN_BLOCKS
 
 # splits that are merged at once; the second number where there are more, as one load would wait for another
 SPLIT_BLOCKS = (16, 64)
-# tokens whose scores a program adds; each tier and the window end in a share of their own
+# tokens of a share, whose scores a program adds; each tier and the window end in one of their own
 SHARE_TOKENS = 512
+# programs beyond these gain nothing, and most find no tokens where rows are shorter than planned for
+MOST_SHARES = 8192
 FINISH_WARPS = 4
 
 
@@ -100,7 +102,7 @@ def decode_attention(
             **constants["attend"],
         )
         joining = _joining(held, scratch.logits) if layout.selects else {}
-        shares = triton.cdiv(scratch.max_tokens, SHARE_TOKENS) + 2 if layout.selects else 0
+        shares = _shares(rows.count, scratch) if layout.selects else 0
         finish_kernel[(rows.count, group + shares)](
             window_score=rows.window_score,
             held=None if held is None else held.received,
@@ -113,6 +115,12 @@ def decode_attention(
             **{**constants["finish"], **joining},
         )
     return output
+
+
+def _shares(rows: int, scratch: Scratch) -> int:
+    """Returns the number of programs that add the scores of a row."""
+    most = max(scratch.splits, triton.cdiv(MOST_SHARES, rows))
+    return min(triton.cdiv(scratch.max_tokens, SHARE_TOKENS) + 2, most)
 
 
 def _joining(held: SharedAttention | None, logits: Tensor) -> dict[str, bool]:
