@@ -258,10 +258,10 @@ def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
 def load_runs(rows, RUNS: tl.constexpr, SIZE: tl.constexpr, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
     """Loads 1, 2 or 4 neighbouring runs of SIZE bytes of each row as a tuple of tiles [tokens, lanes].
 
-    A single load takes full runs of 32 bytes or more, because the L2 cache answers requests at a limited rate and every
-    load of a row is one. Shorter runs would change threads. Other arguments as in `load_lanes`.
+    A single load takes full runs of 32 bytes, the L2 cache's sectors, of which two loads would take the same ones where
+    rows are not aligned. Shorter runs would change threads. Other arguments as in `load_lanes`.
     """
-    if FULL and SIZE >= 32:
+    if FULL and SIZE == 32:
         return halves(load_lanes(rows, tl.arange(0, RUNS * SIZE), None, True, EVICT), RUNS)
     else:
         tiles = ()
