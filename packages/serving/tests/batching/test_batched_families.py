@@ -20,7 +20,9 @@ from hf_diffkv.compat import passing
 LENGTHS, NEW = (5, 150, 1, 70), 12
 LOSSLESS = DiffKVConfig.lossless(window=8)
 LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
-WITH_STATES = [name for name, family in FAMILIES.items() if LINEAR in family.kept and family.compressed]
+WITH_STATES = [
+    name for name, family in FAMILIES.items() if LINEAR in family.kept and family.compressed and not family.latents
+]
 
 # bytes; holds about two requests of 150 tokens
 TIGHT = 130_000
@@ -155,3 +157,9 @@ def test_states_over_ranks_are_refused(model: PreTrainedModel, monkeypatch: pyte
     monkeypatch.setattr(TensorParallel, "of", lambda model: TensorParallel(0, 2))
     with pytest.raises(UnsupportedModelError, match="tensor parallelism.*not of states"):
         batched(model, LOSSLESS, 64)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])
+def test_latents_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="caches latents"):
+        batched(build(name), LOSSLESS, 64)
