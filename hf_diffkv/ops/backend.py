@@ -20,7 +20,7 @@ import torch
 from ..extras import install
 from ..native import library
 from ..native.library import unit_stride as unit_stride
-from ..pages import LayerRows, TierLayout
+from ..pages import LayerRows, PageLayout, TierLayout
 
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # older NVIDIA devices have less shared memory than the kernels need, and no bfloat16
@@ -32,6 +32,8 @@ OLDEST_TRITON = (3, 6)
 INSTALL = install("gpu")
 # consumer GPUs of all generations have the shared memory of sm_86, which suffices for the choices made for sm_80
 OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
+# elements of a rotary key or a latent that kernels take
+WIDEST_LATENT = 512
 # target of interpreted kernels
 INTERPRETER = "interpreter"
 _logger = logging.getLogger("hf_diffkv")
@@ -95,6 +97,12 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     if forced is not None:
         return forced == "kernels"
     return device.type == "cuda" and dtype != torch.float64 and _has_triton() and _fits(device)
+
+
+def takes_latents(layout: PageLayout) -> bool:
+    """Returns whether kernels attend from absorbed queries (store/latent.py) to pages of this layout."""
+    high = layout.high
+    return not layout.selects and high.value_dim % 4 == 0 and max(high.key_dim, high.value_dim) <= WIDEST_LATENT
 
 
 def is_forced(name: str) -> bool:

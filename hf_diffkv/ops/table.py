@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..pages import LayerRows, TierLayout
-from .backend import KERNELS, NATIVE, REFERENCE, choose, without_autocast
+from ..pages import LayerRows, PageLayout, TierLayout
+from .backend import KERNELS, NATIVE, REFERENCE, choose, takes_latents, without_autocast
 
 # for each op, where its implementations are; modules are imported when their backend is first used
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
@@ -129,6 +129,14 @@ def ops_for(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> Ops
 def ops_for_rows(rows: LayerRows) -> Ops:
     """Returns the ops for these rows."""
     return ops_for(rows.device, rows.dtype, *rows.tiers)
+
+
+def latent_ops(ops: Ops, layout: PageLayout) -> Ops:
+    """Returns what stands in for `ops` in layers that cache latents (docs/latent.md): no kernels take their prompts."""
+    if ops.backend != KERNELS:
+        return ops
+    plain = ops_of(REFERENCE)
+    return replace(ops, prefill_attention=plain.prefill_attention) if takes_latents(layout) else plain
 
 
 @cache

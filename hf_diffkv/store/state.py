@@ -15,11 +15,11 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..heads.query_moments import QueryMoments
 from ..ops import backend
-from ..ops.backend import KERNELS, REFERENCE, compute_dtype
+from ..ops.backend import KERNELS, compute_dtype
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
 from ..ops.softmax import Softmax
-from ..ops.table import Ops, ops_for, ops_of
+from ..ops.table import Ops, latent_ops, ops_for
 from ..ops.tiles import Bounds
 from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
@@ -321,8 +321,7 @@ class Store:
         """Implementations of the ops that this store runs; chosen once, and anew under `use_backend`."""
         if self._ops is None or self._ops_forced != backend.forced:
             found = ops_for(self.device, self.dtype, self.layout.high, self.layout.low)
-            # there are no kernels for latents
-            self._ops = ops_of(REFERENCE) if self.heads.latent and found.backend == KERNELS else found
+            self._ops = latent_ops(found, self.layout) if self.heads.latent else found
             self._ops_forced = backend.forced
         return self._ops
 

@@ -130,9 +130,11 @@ def _raw(row: np.ndarray, dtype: torch.dtype) -> bytes:
 
 def _sides(tier: TierLayout) -> tuple[tuple[int, int, int, int, int, bool], ...]:
     """Bits, groups, bytes of a row, offsets of rows and metadata, and whether the metadata is narrow."""
-    key = (tier.k_bits, tier.k_groups, tier.key_row, tier.key_offset, tier.key_metadata_offset)
-    value = (tier.v_bits, tier.v_groups, tier.value_row, tier.value_offset, tier.value_metadata_offset)
-    return tuple((*side, tier.score_bytes == 2 and side[0] <= 6) for side in (key, value))
+    key = (tier.k_bits, tier.k_groups, tier.key_row, tier.key_offset, tier.key_metadata_offset, tier.key_metadata == 2)
+    return key, (
+        *(tier.v_bits, tier.v_groups, tier.value_row, tier.value_offset, tier.value_metadata_offset),
+        tier.value_metadata == 2,
+    )
 
 
 def read_metadata(page: np.ndarray, offset: int, slot: int, groups: int, narrow: bool) -> list[Metadata]:

@@ -51,7 +51,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     acc = as_multiplied(acc, TIER, MODE)
     peak = old_peak
     query = load_query(
-        query_row, heads, TIER.key_dim, key_tiles(TIER, MODE), tile_pieces(TIER, MODE), GROUP,
+        query_row, heads, TIER.key_dim, TIER.key_dim, key_tiles(TIER, MODE), tile_pieces(TIER, MODE), GROUP,
         RAW if TIER.k_bits == 16 else OPERAND,
     )  # fmt: skip
     sums, biases = query_sums(query, TIER, MODE)
@@ -101,7 +101,7 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
     """Attends to tokens [first, last) of the window, `first` a multiple of STEP; arguments as in `attend_tier`."""
     old_peak, total, acc = state
     peak = old_peak
-    query = load_query(query_row, heads, KEY_DIM, 1, 1, GROUP, RAW)
+    query = load_query(query_row, heads, KEY_DIM, KEY_DIM, 1, 1, GROUP, RAW)
     lane = tl.arange(0, STEP)
     weight_sums = tl.zeros((STEP, heads.shape[0]), tl.float32)
     for start in range(first, last, STEP):

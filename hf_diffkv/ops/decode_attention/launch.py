@@ -9,12 +9,14 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
+from ..backend import takes_latents
 from ..softmax import SharedAttention, Softmax
 from ..tiles import Bounds
 from .finish_kernel import finish_kernel
 from .kernels import attend_kernel
+from .latent_kernel import latent_kernel
 from .rows import LOG2_E
-from .scratch import TRITON_DTYPES, KernelConfig, Scratch
+from .scratch import TRITON_DTYPES, KernelConfig, Scratch, is_absorbed
 from .splits import MIN_BLOCKS
 
 # splits that are merged at once; the second number where there are more, as one load would wait for another
@@ -24,6 +26,8 @@ SHARE_TOKENS = 512
 # programs beyond these gain nothing, and most find no tokens where rows are shorter than planned for
 MOST_SHARES = 8192
 FINISH_WARPS = 4
+# arguments of `attend_kernel` for scores, which latents have not
+SCORE_ARGUMENTS = ("logits", "block_peak", "positions", "blocks")
 
 
 def decode_attention(
@@ -38,8 +42,8 @@ def decode_attention(
 ) -> Tensor:
     """Attends from the newest token of every request; further arguments as in the reference.
 
-    Nothing is read back from the device. One program serves all query heads of a KV head, and rows are split along the
-    sequence until the device is full.
+    Nothing is read back from the device. One program serves all query heads of a KV head, or a block of them if queries
+    are absorbed, and rows are split along the sequence until the device is full.
 
     Args:
         softmax: softmax parameters; the scaling must be positive.
@@ -88,19 +92,24 @@ def decode_attention(
         "positions": scratch.logits.shape[1] if layout.selects else 0,
         "blocks": scratch.block_peak.shape[1] if layout.selects else 0,
     }
+    attending = {
+        "query": query.contiguous(),
+        "window_key": rows.window_key,
+        "window_value": rows.window_value,
+        "logit_scale": logit_scale,
+        "cap": cap,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **dict(config.options),
+        **constants["attend"],
+    }
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        attend_kernel[(rows.count, scratch.splits)](
-            query=query.contiguous(),
-            window_key=rows.window_key,
-            window_value=rows.window_value,
-            logit_scale=logit_scale,
-            cap=cap,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **dict(config.options),
-            **shared,
-            **constants["attend"],
-        )
+        if is_absorbed(query, layout):
+            unscored = {name: value for name, value in shared.items() if name not in SCORE_ARGUMENTS}
+            blocks_of_heads = triton.cdiv(group, config.heads)
+            latent_kernel[(rows.count, blocks_of_heads, scratch.splits)](**attending, **unscored)
+        else:
+            attend_kernel[(rows.count, scratch.splits)](**attending, **shared)
         joining = _joining(held, scratch.logits) if layout.selects else {}
         shares = _shares(rows.count, scratch) if layout.selects else 0
         finish_kernel[(rows.count, group + shares)](
@@ -169,10 +178,17 @@ def _check_query(query: Tensor, rows: LayerRows, scaling: float) -> None:
     # rows stored at 16 bits are read in the query's dtype
     if query.dtype != rows.dtype:
         raise ValueError(f"query is {query.dtype} but the stored tokens are {rows.dtype}; convert the query.")
-    key_dim = rows.layout.high.key_dim
-    if query.ndim != 3 or query.shape[0] != rows.batch or query.shape[1] % rows.heads or query.shape[2] != key_dim:
+    key_dim, value_dim = rows.layout.high.key_dim, rows.layout.high.value_dim
+    fitting = query.ndim == 3 and query.shape[0] == rows.batch and query.shape[1] % rows.heads == 0
+    if not fitting or query.shape[2] not in (key_dim, key_dim + value_dim):
         raise ValueError(
-            f"query {tuple(query.shape)} must be [{rows.batch}, a multiple of {rows.heads} KV heads, {key_dim}]."
+            f"query {tuple(query.shape)} must be [{rows.batch}, a multiple of {rows.heads} KV heads, {key_dim}], or "
+            f"{key_dim + value_dim} if it is absorbed."
+        )
+    if query.shape[2] != key_dim and not takes_latents(rows.layout):
+        raise ValueError(
+            "the kernels take absorbed queries only for pages without scores and latents of a multiple of 4 elements; "
+            "use the reference."
         )
     if not scaling > 0:
         raise ValueError(f"scaling={scaling} must be positive.")

@@ -24,14 +24,21 @@ ONE_WARP_REGISTERS = 200
 TWELVE_WARPS_REGISTERS = 168
 # registers for padded rows and two tiers, which would spill otherwise
 PADDED_REGISTERS = 224
+# query heads of a program with latents
+LATENT_HEADS = 16
+
+
+def is_absorbed(query: Tensor, layout: PageLayout) -> bool:
+    """Returns whether queries [..., dim] give logits with keys and values (store/latent.py)."""
+    return query.shape[-1] != layout.high.key_dim
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Compilation options of `attend_kernel`.
+    """Compilation options of `attend_kernel` or `latent_kernel`.
 
     Attributes:
-        heads: query heads of a group, padded.
+        heads: query heads of a group, padded; those of a program of `latent_kernel`.
         block: tokens per step in the paged tiers, a multiple of the window's step.
         num_warps: warps per program.
         num_stages: stages of software pipelining.
@@ -105,6 +112,18 @@ class KernelConfig:
             options = (("maxnreg", ONE_WARP_REGISTERS if layout.one_tier or not padded else PADDED_REGISTERS),)
         return cls(heads, block, warps, stages, PTX, tl.float16, raw, options)
 
+    @classmethod
+    def for_latents(cls, layout: PageLayout, dtype: torch.dtype, backend: str) -> KernelConfig:
+        """Chooses the options of `latent_kernel`; arguments as in `choose`."""
+        if backend == "cpu":
+            return cls(LATENT_HEADS, 64, 1, 1, PORTABLE, tl.float32, tl.float32)
+        if dtype == torch.float32:
+            return cls(LATENT_HEADS, 16, 4, 1, PORTABLE, tl.float32, tl.float32)
+        raw = TRITON_DTYPES[dtype]
+        if backend == "hip":
+            return cls(LATENT_HEADS, 32, 4, 1, PORTABLE, tl.float16, raw)
+        return cls(LATENT_HEADS, 64, 4, 2, PTX, tl.float16, raw)
+
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
         """Returns the number of programs that a multiprocessor of `device` runs at once."""
         registers = dict(self.options).get("maxnreg", MOST_REGISTERS)
@@ -158,7 +177,7 @@ class Scratch:
         """Allocates buffers for rows of at most `max_tokens` tokens.
 
         Args:
-            query: query states, [batch, query_heads, key_dim]; only the shape, dtype and device matter.
+            query: query states, [batch, query_heads, dim]; only the shape, dtype and device matter.
             rows: rows to attend to.
             max_tokens: upper bound on the tokens of any row, window included.
             splits: number of splits per row; None takes the default.
@@ -168,10 +187,14 @@ class Scratch:
         layout, slots, device, group = rows.layout, rows.slots, query.device, query.shape[1] // rows.heads
         count, place = (rows.count, device) if planned is None else (planned * rows.heads, torch.device("meta"))
         if config is None:
-            config = KernelConfig.choose(layout, group, query.dtype, backend_of(device))
+            backend = backend_of(device)
+            if is_absorbed(query, layout):
+                config = KernelConfig.for_latents(layout, query.dtype, backend)
+            else:
+                config = KernelConfig.choose(layout, group, query.dtype, backend)
         if splits is None:
             programs = device_of(device).processors * config.programs_per_processor(layout, device)
-            splits = choose_splits(count, max_tokens, config.block, programs)
+            splits = choose_splits(count * -(-group // config.heads), max_tokens, config.block, programs)
         step = STEP.value
         steps = -(-min(slots, max_tokens) // step)
         # each tier may end in a partial block

@@ -131,9 +131,9 @@ def convert(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_query(row, heads, DIM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
-               DTYPE: tl.constexpr):  # fmt: skip
-    """Loads the group's query heads in TILES tiles of PIECES pieces along the dimension.
+def load_query(row, heads, STRIDE: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr,
+               GROUP: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Loads DIM elements of the group's query heads, STRIDE elements apart, in TILES tiles of PIECES pieces.
 
     Returns a tuple of [PIECES * padded(PIECE), HEADS], where pieces have PIECE elements. Tiles of several pieces are
     loaded 32 elements at a time, as four threads of a matrix product hold them, so that they stay in registers.
@@ -149,7 +149,7 @@ def load_query(row, heads, DIM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.co
             lane = row_lane % LANES
             element = row_lane // LANES * PIECE + lane
             mask = (heads < GROUP)[:, None] & (lane < PIECE)[None, :]
-            pointer = row + heads[:, None] * DIM + tile * (DIM // TILES) + element[None, :]
+            pointer = row + heads[:, None] * STRIDE + tile * (DIM // TILES) + element[None, :]
             parts = parts + (convert(tl.load(pointer, mask=mask, other=0.0), DTYPE),)
         tiles = tiles + (tl.trans(stack_pieces(parts, 0, PIECES * LANES // STEP)),)
     return tiles
@@ -267,14 +267,15 @@ def add_raw_values(acc, rows, weights, decay, DIM: tl.constexpr, RAW: tl.constex
 
 
 @triton.jit
-def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.constexpr):
-    """Loads codes of the rows (pointers [tokens]) as four quarters [tokens, padded(QUARTER)]."""
+def value_quarters(rows, TIER: tl.constexpr, HERE: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.constexpr):
+    """Loads codes of the rows (pointers [tokens]) as four quarters [tokens, padded(QUARTER)].
+
+    With HERE (see `unpack`) codes are exact. Otherwise they are subnormal, as exact codes of several fields would spill.
+    """
     DIM: tl.constexpr = TIER.value_dim
     QUARTER: tl.constexpr = DIM // 4
     BITS: tl.constexpr = TIER.v_bits
     COUNT: tl.constexpr = pieces(BITS)
-    HERE: tl.constexpr = run_length(TIER, MODE) == 1
-    # subnormal codes of several fields would spill if unpacked here
     FORM: tl.constexpr = EXACT if HERE else SUBNORMAL
     if COUNT == 4:
         return load_pieces(rows, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
@@ -289,6 +290,21 @@ def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.con
             return (codes[0], codes[2], codes[1], codes[3])
         else:
             return codes
+
+
+@triton.jit
+def value_numbers(base, slot, PART: tl.constexpr, TIER: tl.constexpr):
+    """Loads a quarter of values of any number of groups, float32 [tokens, padded(QUARTER)]."""
+    DIM: tl.constexpr = TIER.value_dim
+    QUARTER: tl.constexpr = quarter(DIM)
+    SIZE: tl.constexpr = TIER.value_metadata
+    rows = base + TIER.value_offset + slot * TIER.value_row
+    metadata = base + TIER.value_metadata_offset + slot * (SIZE * TIER.v_groups)
+    element = tl.minimum(PART * QUARTER + tl.arange(0, padded(QUARTER)), DIM - 1)
+    code = gather_codes(rows[:, None], element[None, :], None, TIER.v_bits, DIM)
+    group = element // (DIM // TIER.v_groups)
+    scale, zero = load_metadata(metadata[:, None] + SIZE * group[None, :], SIZE, TIER.v_bits)
+    return code.to(tl.float32) * scale + zero
 
 
 @triton.constexpr_function
@@ -382,7 +398,7 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
     if TIER.v_bits == 16:
         acc = add_raw_values(acc, rows.to(tl.pointer_type(ELEMENT)), weights, decay, DIM, RAW)
     elif planar_values(TIER):
-        quarters = value_quarters(rows, TIER, OPERAND, MODE)
+        quarters = value_quarters(rows, TIER, run_length(TIER, MODE) == 1, OPERAND, MODE)
         SHARED: tl.constexpr = 4 // GROUPS
         RUN: tl.constexpr = run_length(TIER, MODE)
         out = ()
@@ -400,17 +416,9 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
         acc = out
         zeros = zeros_out
     else:
-        QUARTER: tl.constexpr = quarter(DIM)
-        SIZE: tl.constexpr = TIER.value_metadata
-        metadata = base + TIER.value_metadata_offset + slot * (SIZE * GROUPS)
-        lane = tl.arange(0, padded(QUARTER))
         out = ()
         for part in tl.static_range(4):
-            element = tl.minimum(part * QUARTER + lane, DIM - 1)
-            code = gather_codes(rows[:, None], element[None, :], None, TIER.v_bits, DIM)
-            group = element // (DIM // GROUPS)
-            scale, zero = load_metadata(metadata[:, None] + SIZE * group[None, :], SIZE, TIER.v_bits)
-            values = (code.to(tl.float32) * scale + zero).to(OPERAND)
+            values = value_numbers(base, slot, part, TIER).to(OPERAND)
             before = acc[part] * decay[None, :]
             out = out + (tl.dot(tl.trans(values), weights.to(OPERAND), before, input_precision="ieee"),)
         acc = out

@@ -7,10 +7,12 @@ from itertools import chain, product
 import torch
 
 from hf_diffkv.config import Precision
+from hf_diffkv.config.latent import LATENT_LADDER
 from hf_diffkv.ops.decode_attention.launch import decode_attention
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import PageLayout
+from hf_diffkv.pages.layout import UNIFORM_NUMBERS
 from tools.kernels.record import record
 from tools.kernels.rows import given_rows
 from tools.kernels.variant import PAIRS, KernelVariant, paired_layouts, uniform_layouts
@@ -28,6 +30,10 @@ GROUPS = (1, 4, 5, 7, 8)
 # of what is compiled to be modelled
 MODELLED = (4,)
 TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
+# elements of a rotary key and of a latent in GLM-4.7-Flash and DeepSeek V3, and the query heads of each
+LATENT_DIMS = (64, 512)
+LATENT_HEADS = (20, 128)
+LATENTS = ("K16V16", *LATENT_LADDER)
 BATCH, KV_HEADS, SLOTS, SINK_SLOTS, WIDTH, TOKENS = 2, 2, 16, 4, 8, 64
 
 
@@ -41,12 +47,17 @@ def variants() -> list[KernelVariant]:
         suffix = f"{name}-d{layout.high.key_dim}-g{group}-{backend}"
         recorded = record(_attend, layout, group, targets=targets)
         found += [variant.named(f"decode_{variant.name}-{suffix}") for variant in recorded]
+    for name, heads, (backend, targets) in product(LATENTS, LATENT_HEADS, TARGETS.items()):
+        precision = Precision.parse(name)
+        layout = PageLayout.build(precision, precision, *LATENT_DIMS, 2, **UNIFORM_NUMBERS)
+        recorded = record(_attend, layout, heads, sum(LATENT_DIMS), targets=targets)
+        found += [variant.named(f"decode_{variant.name}-{name}-latents-h{heads}-{backend}") for variant in recorded]
     return found
 
 
-def _attend(layout: PageLayout, group: int) -> None:
+def _attend(layout: PageLayout, group: int, query_dim: int | None = None) -> None:
     high, rows = layout.high, (BATCH, KV_HEADS)
-    query = torch.empty(BATCH, KV_HEADS * group, high.key_dim, dtype=torch.bfloat16)
+    query = torch.empty(BATCH, KV_HEADS * group, query_dim or high.key_dim, dtype=torch.bfloat16)
     window = [torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16) for dim in (high.key_dim, high.value_dim)]
     table = torch.empty(*rows, WIDTH, dtype=torch.int32)
     rows = given_rows(layout, *window, page_table=table, sink_slots=SINK_SLOTS)
