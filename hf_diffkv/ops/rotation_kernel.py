@@ -16,6 +16,8 @@ from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 
 # channels that are multiplied at a time
 INNER = 32
+# wider tiles need twice the warps, as they would spill kilobytes
+WIDEST_OF_FEW_WARPS = 256
 
 
 @triton.jit
@@ -115,7 +117,7 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
             DTYPE=TRITON_DTYPES[tensor.dtype],
             OPERAND=dot_dtype(tensor.dtype, device_of(tensor.device).target),
             BLOCK=block,
-            num_warps=NUM_WARPS,
+            num_warps=NUM_WARPS if dim <= WIDEST_OF_FEW_WARPS else 2 * NUM_WARPS,
         )
     return output
 

@@ -328,7 +328,8 @@ class Store:
     @property
     def stores_by_kernel(self) -> bool:
         """Whether kernels store a prompt directly: there is no token selection, or thresholds alone decide it."""
-        if self.ops.backend != KERNELS or type(self.pool) is not PagePool:
+        # no kernel rotates a prompt's latents: a program would hold too many elements
+        if self.ops.backend != KERNELS or type(self.pool) is not PagePool or self.heads.latent:
             return False
         return not self.layout.selects or (self.policy.by_thresholds and self.config.max_bytes is None)
 

@@ -33,7 +33,7 @@ def latent_case(tokens, window, precision=K8V8, dims=SMALL, heads=20, low=None, 
 
 
 def attend(case, splits=3, block=32, softcap=None, sinks=None, **options):
-    config = replace(KernelConfig.for_latents(case.layout, case.query.dtype, "cpu"), block=block)
+    config = replace(KernelConfig.for_latents(case.query.dtype, "cpu"), block=block)
     if case.query.dtype != torch.float32:
         config = replace(config, operand=tl.float16)
     scratch = Scratch.allocate(case.query, case.rows, case.max_tokens, splits=splits, config=config)

@@ -270,7 +270,7 @@ def add_raw_values(acc, rows, weights, decay, DIM: tl.constexpr, RAW: tl.constex
 def value_quarters(rows, TIER: tl.constexpr, HERE: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.constexpr):
     """Loads codes of the rows (pointers [tokens]) as four quarters [tokens, padded(QUARTER)].
 
-    With HERE (see `unpack`) codes are exact. Otherwise they are subnormal, as exact codes of several fields would spill.
+    With HERE (see `unpack`) codes are exact; otherwise they are subnormal, as those of several fields would spill.
     """
     DIM: tl.constexpr = TIER.value_dim
     QUARTER: tl.constexpr = DIM // 4

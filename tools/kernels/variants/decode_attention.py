@@ -30,10 +30,9 @@ GROUPS = (1, 4, 5, 7, 8)
 # of what is compiled to be modelled
 MODELLED = (4,)
 TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
-# elements of a rotary key and of a latent in GLM-4.7-Flash and DeepSeek V3, and the query heads of each
+# elements of a rotary key and of a latent in GLM-4.7-Flash, with 20 query heads, and in DeepSeek V3, with 128
 LATENT_DIMS = (64, 512)
-LATENT_HEADS = (20, 128)
-LATENTS = ("K16V16", *LATENT_LADDER)
+LATENTS = (*product(("K16V16", *LATENT_LADDER), (20,)), ("K8V8", 128))
 BATCH, KV_HEADS, SLOTS, SINK_SLOTS, WIDTH, TOKENS = 2, 2, 16, 4, 8, 64
 
 
@@ -47,7 +46,7 @@ def variants() -> list[KernelVariant]:
         suffix = f"{name}-d{layout.high.key_dim}-g{group}-{backend}"
         recorded = record(_attend, layout, group, targets=targets)
         found += [variant.named(f"decode_{variant.name}-{suffix}") for variant in recorded]
-    for name, heads, (backend, targets) in product(LATENTS, LATENT_HEADS, TARGETS.items()):
+    for (name, heads), (backend, targets) in product(LATENTS, TARGETS.items()):
         precision = Precision.parse(name)
         layout = PageLayout.build(precision, precision, *LATENT_DIMS, 2, **UNIFORM_NUMBERS)
         recorded = record(_attend, layout, heads, sum(LATENT_DIMS), targets=targets)
