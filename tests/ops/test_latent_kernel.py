@@ -88,9 +88,9 @@ def test_sizes_of_large_models(bits) -> None:
     check(latent_case([40], [3], precision, (64, 512)), splits=2)
 
 
-@pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
 def test_heads_come_in_blocks(heads) -> None:
-    check(latent_case([40, 9], [3, 20], heads=heads))
+    check(latent_case([12], [9], heads=heads), splits=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -120,13 +120,13 @@ def test_unequal_rows_and_splits(splits) -> None:
 
 
 def test_rows_of_two_precisions() -> None:
-    case = latent_case([70, 0, 40], [9, 3, 5], low=Precision(8, 4), low_tokens=[0, 50, 33])
+    case = latent_case([70, 0, 40], [9, 3, 5], low=Precision(8, 4), low_tokens=[0, 50, 33], heads=3)
     assert not case.layout.one_tier
     check(case)
 
 
 def test_padding_has_no_output() -> None:
-    case = latent_case([40, 40, 0], [3, 5, 4])
+    case = latent_case([40, 40, 0], [3, 5, 4], heads=3)
     want = dense(case)
     case.query[1] = math.nan
     got = attend(case, valid=torch.tensor([True, False, True]))
@@ -135,7 +135,7 @@ def test_padding_has_no_output() -> None:
 
 
 def test_a_request_that_has_seen_nothing() -> None:
-    case = latent_case([40, 0], [3, 0])
+    case = latent_case([40, 0], [3, 0], heads=3)
     got = attend(case)
     assert (got[1] == 0).all() and (got[0] != 0).any()
 
