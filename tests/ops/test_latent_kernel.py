@@ -32,10 +32,11 @@ def latent_case(tokens, window, precision=K8V8, dims=SMALL, heads=20, low=None, 
     return replace(case, query=query.to(case.query.dtype))
 
 
-def attend(case, splits=3, block=32, softcap=None, sinks=None, **options):
-    config = replace(KernelConfig.for_latents(case.query.dtype, "cpu"), block=block)
-    if case.query.dtype != torch.float32:
-        config = replace(config, operand=tl.float16)
+def attend(case, splits=3, config=None, softcap=None, sinks=None, **options):
+    if config is None:
+        config = replace(KernelConfig.for_latents(case.query.dtype, "cpu"), block=32)
+        if case.query.dtype != torch.float32:
+            config = replace(config, operand=tl.float16)
     scratch = Scratch.allocate(case.query, case.rows, case.max_tokens, splits=splits, config=config)
     for buffer in scratch.tensors():
         buffer.fill_(math.nan)
@@ -64,9 +65,9 @@ def dense(case, softcap=None, sinks=None) -> torch.Tensor:
     return torch.stack(outputs)
 
 
-def check(case, splits=3, block=32, **options) -> torch.Tensor:
+def check(case, splits=3, **options) -> torch.Tensor:
     mine = case.copy()
-    got = attend(mine, splits, block, **options)
+    got = attend(mine, splits, **options)
     options.pop("valid", None)
     want = dense(case, **options)
     assert got.dtype == case.query.dtype and got.shape == want.shape and torch.isfinite(got).all()

@@ -21,9 +21,11 @@ from test_decode_attention_kernel import (
     run_reference,
     untouched,
 )
+from test_latent_kernel import attend as attend_latents
+from test_latent_kernel import dense, latent_case
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.decode_attention.scratch import Scratch
+from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch
 from hf_diffkv.ops.softmax import SharedAttention
 
 K8V8, K6V4, K5V3 = Precision(8, 8), Precision(6, 4), Precision(5, 3)
@@ -128,3 +130,21 @@ def test_scores_joined_over_layers(emulator) -> None:
     attend(joined, held=held)
     assert torch.equal(joined.rows.pages, alone.rows.pages)
     assert torch.equal(joined.rows.window_score.nan_to_num(), alone.rows.window_score.nan_to_num())
+
+
+@cases(
+    "bits, dims, dtype",
+    [(8, (64, 128), torch.bfloat16)],
+    [
+        *((bits, (64, 512), torch.bfloat16) for bits in (16, 8, 6, 5, 4, 3)),
+        (8, (64, 512), torch.float16),
+        (4, (32, 256), torch.bfloat16),
+    ],
+)
+def test_latents(bits, dims, dtype, emulator) -> None:
+    """20 query heads in two blocks; pages of several blocks of tokens, and a window."""
+    precision = Precision(16, 16) if bits == 16 else Precision(8, bits)
+    case = latent_case([70], [3], precision, dims, dtype=dtype)
+    got = attend_latents(case, 2, KernelConfig.for_latents(dtype, "cuda"))
+    assert relative_error(got, dense(case)) < TOLERANCE[dtype]
+    assert [name for name, _ in emulator.launched] == ["latent_kernel", "finish_kernel"]
