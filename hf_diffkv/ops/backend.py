@@ -100,9 +100,15 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def takes_latents(layout: PageLayout) -> bool:
-    """Returns whether kernels attend from absorbed queries (store/latent.py) to pages of this layout."""
+    """Returns whether kernels attend from absorbed queries (store/latent.py) to pages of this layout.
+
+    They multiply latents by quarters, each with one scale, and update no scores.
+    """
     high = layout.high
-    return not layout.selects and high.value_dim % 4 == 0 and max(high.key_dim, high.value_dim) <= WIDEST_LATENT
+    in_quarters = high.value_dim % 4 == 0 and all(
+        tier.v_bits == 16 or (tier.v_bits > 1 and 4 % tier.v_groups == 0) for tier in (high, layout.low)
+    )
+    return in_quarters and not layout.selects and max(high.key_dim, high.value_dim) <= WIDEST_LATENT
 
 
 def is_forced(name: str) -> bool:

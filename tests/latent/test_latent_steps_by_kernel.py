@@ -47,14 +47,18 @@ class Counted:
         return self.kernel[grid]
 
 
-def test_scored_latents_are_left_to_the_reference() -> None:
-    model = latent_model("deepseek_v3")
+@pytest.mark.parametrize(
+    "fields", [{"high": "K8V6", "low": "K8V4", "alpha_high": 2.0, "alpha_low": 1.0}, {"high": "K8V4g1/8"}]
+)
+def test_what_the_kernel_does_not_take_is_left_to_the_reference(fields) -> None:
+    """Pages with scores, and latents of eight groups."""
+    model = latent_model("deepseek_v3", num_hidden_layers=1)
     model.set_attn_implementation("diffkv")
     ids = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(4))
     logits = []
     for backend in ("reference", KERNELS):
         with use_backend(backend), torch.no_grad():
-            cache = DiffKVCache(model, high="K8V6", low="K8V4", alpha_high=2.0, alpha_low=1.0, window=8)
+            cache = DiffKVCache(model, window=8, **fields)
             parts = [model(part, **passing(cache)).logits for part in ids.split([37, 1, 1, 1], dim=1)]
             assert cache.stores.all[0].ops.backend == "reference"
         logits.append(torch.cat(parts, dim=1))

@@ -102,7 +102,7 @@ def test_dtypes(dtype, bits) -> None:
 
 
 @pytest.mark.parametrize(
-    "precision", [Precision(8, 8, 2, 4), Precision(8, 4, 4, 2), Precision(8, 6, 1, 8), Precision(16, 5, 1, 4)]
+    "precision", [Precision(8, 8, 2, 4), Precision(8, 4, 4, 2), Precision(8, 6, 8, 1), Precision(16, 5, 1, 4)]
 )
 @pytest.mark.parametrize("metadata_bits", [16, 32])
 def test_quantisation_groups(precision, metadata_bits) -> None:
@@ -162,6 +162,7 @@ def test_what_is_not_taken_is_refused() -> None:
     options = {"bounds": Bounds(case.max_tokens)}
     with pytest.raises(ValueError, match="16], or 48 if it is absorbed"):
         launch.decode_attention(case.query[..., :40], case.rows, Softmax(SCALING), **options)
-    scored = latent_case([20], [3], position_bytes=2)
-    with pytest.raises(ValueError, match="without scores"):
-        launch.decode_attention(scored.query, scored.rows, Softmax(SCALING), **options)
+    for other in ({"position_bytes": 2}, {"precision": Precision(8, 4, 1, 8)}, {"precision": Precision(8, 1)}):
+        case = latent_case([20], [3], **other)
+        with pytest.raises(ValueError, match="without scores"):
+            launch.decode_attention(case.query, case.rows, Softmax(SCALING), **options)

@@ -22,13 +22,11 @@ from .tier_math import (
     no_zeros,
     padded,
     page_offset,
-    planar_values,
     quarter,
     query_sums,
     tier_products,
     tier_words,
     tile_pieces,
-    value_numbers,
     value_quarters,
     zero_groups,
 )
@@ -47,20 +45,15 @@ def raw_quarters(rows, DIM: tl.constexpr, RAW: tl.constexpr):
 @triton.jit
 def latent_quarters(base, slot, TIER: tl.constexpr, ELEMENT: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr,
                     MODE: tl.constexpr):  # fmt: skip
-    """Loads the latents of the tokens in `slot` of the pages at `base` as four quarters [tokens, padded(QUARTER)].
+    """Loads codes (at 16 bits numbers) of the latents of the tokens in `slot` of the pages at `base`.
 
-    They are codes in tiers with `zero_groups`, otherwise numbers.
+    Returns four quarters [tokens, padded(QUARTER)].
     """
     rows = base + TIER.value_offset + slot * TIER.value_row
     if TIER.v_bits == 16:
         return raw_quarters(rows.to(tl.pointer_type(ELEMENT)), TIER.value_dim, RAW)
-    elif planar_values(TIER):
-        return value_quarters(rows, TIER, True, OPERAND, MODE)
     else:
-        quarters = ()
-        for part in tl.static_range(4):
-            quarters = quarters + (value_numbers(base, slot, part, TIER).to(OPERAND),)
-        return quarters
+        return value_quarters(rows, TIER, True, OPERAND, MODE)
 
 
 @triton.jit

@@ -187,8 +187,8 @@ def _check_query(query: Tensor, rows: LayerRows, scaling: float) -> None:
         )
     if query.shape[2] != key_dim and not takes_latents(rows.layout):
         raise ValueError(
-            "the kernels take absorbed queries only for pages without scores and latents of a multiple of 4 elements; "
-            "use the reference."
+            "the kernels take absorbed queries only for pages without scores, and latents of a multiple of 4 elements, "
+            "up to 512, with 2 bits or more and 1, 2 or 4 groups; use the reference."
         )
     if not scaling > 0:
         raise ValueError(f"scaling={scaling} must be positive.")

@@ -292,21 +292,6 @@ def value_quarters(rows, TIER: tl.constexpr, HERE: tl.constexpr, OPERAND: tl.con
             return codes
 
 
-@triton.jit
-def value_numbers(base, slot, PART: tl.constexpr, TIER: tl.constexpr):
-    """Loads a quarter of values of any number of groups, float32 [tokens, padded(QUARTER)]."""
-    DIM: tl.constexpr = TIER.value_dim
-    QUARTER: tl.constexpr = quarter(DIM)
-    SIZE: tl.constexpr = TIER.value_metadata
-    rows = base + TIER.value_offset + slot * TIER.value_row
-    metadata = base + TIER.value_metadata_offset + slot * (SIZE * TIER.v_groups)
-    element = tl.minimum(PART * QUARTER + tl.arange(0, padded(QUARTER)), DIM - 1)
-    code = gather_codes(rows[:, None], element[None, :], None, TIER.v_bits, DIM)
-    group = element // (DIM // TIER.v_groups)
-    scale, zero = load_metadata(metadata[:, None] + SIZE * group[None, :], SIZE, TIER.v_bits)
-    return code.to(tl.float32) * scale + zero
-
-
 @triton.constexpr_function
 def run_length(tier, mode):
     """Returns the number of consecutive elements of a quarter that one thread takes of a token; 1 keeps their order.
@@ -416,9 +401,17 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
         acc = out
         zeros = zeros_out
     else:
+        QUARTER: tl.constexpr = quarter(DIM)
+        SIZE: tl.constexpr = TIER.value_metadata
+        metadata = base + TIER.value_metadata_offset + slot * (SIZE * GROUPS)
+        lane = tl.arange(0, padded(QUARTER))
         out = ()
         for part in tl.static_range(4):
-            values = value_numbers(base, slot, part, TIER).to(OPERAND)
+            element = tl.minimum(part * QUARTER + lane, DIM - 1)
+            code = gather_codes(rows[:, None], element[None, :], None, TIER.v_bits, DIM)
+            group = element // (DIM // GROUPS)
+            scale, zero = load_metadata(metadata[:, None] + SIZE * group[None, :], SIZE, TIER.v_bits)
+            values = (code.to(tl.float32) * scale + zero).to(OPERAND)
             before = acc[part] * decay[None, :]
             out = out + (tl.dot(tl.trans(values), weights.to(OPERAND), before, input_precision="ieee"),)
         acc = out
