@@ -75,8 +75,10 @@ def test_programs_at_once(precision, dim, numbers, processor, expected):
         # the registers they need at 128 where keys are far apart
         ("K6V5", "K3V3", 128, 3, None),
         ("K5V4", "K3V3", 128, 3, 200),
-        ("K6V5", "K4V3", 128, 3, 168),
-        ("K6V5", "K6V5", 128, 3, 168),
+        ("K6V5", "K4V3", 128, 3, 200),
+        ("K4V3", "K3V3", 128, 3, 168),
+        ("K8V4", "K8V4", 128, 3, 168),
+        ("K4V3", "K4V3", 128, 3, 200),
     ],
 )
 def test_what_pairs_get_to_need_no_spills(high, low, dim, stages, registers):

@@ -150,7 +150,7 @@ def load_kernel(packed, codes, BITS: tl.constexpr, FORM: tl.constexpr, DTYPE: tl
     PIECE: tl.constexpr = DIM // PIECES
     lane = tl.arange(0, LANES)
     rows = packed + tl.arange(0, 2) * (DIM * BITS // 8)
-    pieces = dequant.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, FORM, True, 0, DTYPE)
+    pieces = dequant.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, FORM, True, 0, DTYPE, "")
     whole = dequant.stack_pieces(pieces, 0, PIECES).to(tl.float32)
     column = tl.arange(0, PIECES * LANES)
     place = tl.arange(0, 2)[:, None] * DIM + column // LANES * PIECE + column % LANES
@@ -163,7 +163,7 @@ def gather_kernel(packed, codes, BITS: tl.constexpr, DIM: tl.constexpr, LANES: t
     tl.store(codes + lane, dequant.gather_codes(packed, lane, lane < DIM, BITS, DIM).to(tl.float32), lane < DIM)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize("dim", [8, 64, 80, 128])
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_portable_modes_match_the_reference(bits, dim):
     generator = torch.Generator().manual_seed(bits)

@@ -106,7 +106,7 @@ class KernelConfig:
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
-        elif bounded and not (padded or layout.selects) and _fits_twelve_warps(layout):
+        elif bounded and not (padded or layout.selects) and _fits_twelve_warps(layout, group):
             options = (("maxnreg", TWELVE_WARPS_REGISTERS),)
         elif bounded:
             options = (("maxnreg", ONE_WARP_REGISTERS if layout.one_tier or not padded else PADDED_REGISTERS),)
@@ -131,10 +131,12 @@ class KernelConfig:
         return programs_per_processor(layout, self.block, self.num_warps, self.num_stages, registers, device)
 
 
-def _fits_twelve_warps(layout: PageLayout) -> bool:
-    """Returns whether unpadded loops without scores spill nothing with `TWELVE_WARPS_REGISTERS`."""
-    high, low = layout.high, layout.low
-    return layout.one_tier or (high.key_dim > 64 and not (high.k_bits >= 5 and low.k_bits <= 3))
+def _fits_twelve_warps(layout: PageLayout, group: int) -> bool:
+    """Returns whether unpadded loops without scores spill nothing with `TWELVE_WARPS_REGISTERS`, as compiled."""
+    high = layout.high
+    if layout.one_tier:
+        return len(fields(high.v_bits)) == 1 and (group > 1 or len(fields(high.k_bits)) == 1)
+    return high.key_dim > 64 and high.k_bits <= 4
 
 
 @dataclass(frozen=True)
