@@ -126,8 +126,9 @@ def diffkv_attention(
             output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
             return leave(output).transpose(1, 2).contiguous(), None
         if layer.stores.capturing:
+            query, leave = _enter(layer, module, query, value)
             output = layer.attend_captured(query, key, value, attention_mask, softmax)
-            return output.transpose(1, 2).contiguous(), None
+            return leave(output).transpose(1, 2).contiguous(), None
         if getattr(key, DEFERRED, False) and not reads:
             # the compiled graph broke between `update` and here
             layer.stores.pending = None

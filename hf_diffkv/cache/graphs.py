@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import CompileConfig
 
 from ..compat import CACHE_NAMES, SLIDING_GRAPHS, passed
-from ..ops.backend import use_kernels
+from ..ops.backend import KERNELS
 from ..store import Store
 from ..store.compaction import compact, settle
 from ..store.step import count_step, refresh_if_due
@@ -71,7 +71,6 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
         and all(isinstance(layer, DiffKVLayer) or is_sliding(layer) for layer in cache.layers)
         and (not any(map(is_sliding, cache.layers)) or SLIDING_GRAPHS.available())
         and not any(getattr(layer, "readers", 0) for layer in cache.layers)
-        and not cache.stores.latent
         and not rotates_by_length(model)
     )
 
@@ -190,7 +189,7 @@ class DecodeStep:
             and all(
                 store.twins is None
                 and store.pool.grows_in_place
-                and use_kernels(store.device, store.dtype)
+                and store.ops.backend == KERNELS
                 and store.device == first.device
                 for store in stores.all
             )
