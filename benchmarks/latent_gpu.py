@@ -97,7 +97,8 @@ class Layer:
         refresh(layer.store)
         store, projection = layer.store, Projection.of(self.module, self.latent)
         absorbed = projection.absorb(self.query)
-        options = {"bounds": store.bounds(0), "scratch": prepare_scratch(store, absorbed[:, :, 0])}
+        bounds = store.bounds(0)
+        options = {"bounds": bounds, "scratch": prepare_scratch(store, absorbed[:, :, 0], bounds.max_tokens)}
 
         def call() -> Tensor:
             query = query_form(store, projection.absorb(self.query))[:, :, 0]

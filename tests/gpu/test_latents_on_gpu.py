@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from tiny_models import LATENT, greedy, tiny_model
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
@@ -24,7 +27,7 @@ def build(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMod
     return tiny_model("deepseek_v3", dtype=dtype, **{**LATENT, **sizes}).to(device)
 
 
-def prompts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompts of `LENGTHS` with padding before them, and their mask."""
     ids = torch.randint(3, 256, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
@@ -33,32 +36,51 @@ def prompts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.to(device), mask.to(device)
 
 
-def logits(model: PreTrainedModel, cache: DiffKVCache | DynamicCache, steps: int) -> torch.Tensor:
-    """Logits of a prompt's end and of steps over fixed tokens."""
+def logits(model: PreTrainedModel, cache: DiffKVCache | DynamicCache, steps: int, backend: str | None = None) -> Tensor:
+    """Logits of a prompt's end and of steps over fixed tokens; only the steps run on `backend`."""
     model.set_attn_implementation("diffkv" if isinstance(cache, DiffKVCache) else "sdpa")
     ids, mask = prompts(model.device)
     with torch.no_grad():
-        found = [model(ids, attention_mask=mask, **passing(cache)).logits[:, -1]]
-        for step in range(steps):
-            mask = torch.cat([mask, mask.new_ones(len(LENGTHS), 1)], dim=1)
-            found.append(model(ids[:, step : step + 1], attention_mask=mask, **passing(cache)).logits[:, -1])
+        with nullcontext() if backend is None else use_backend("reference"):
+            found = [model(ids, attention_mask=mask, **passing(cache)).logits[:, -1]]
+        with nullcontext() if backend is None else use_backend(backend):
+            for step in range(steps):
+                mask = torch.cat([mask, mask.new_ones(len(LENGTHS), 1)], dim=1)
+                found.append(model(ids[:, step : step + 1], attention_mask=mask, **passing(cache)).logits[:, -1])
     return torch.stack(found).float()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("high", ["K8V8", "K8V6", "K8V5", "K8V4", "K16V16"])
+@pytest.mark.parametrize(
+    "dtype, high",
+    [
+        *((torch.bfloat16, high) for high in ("K8V8", "K8V6", "K8V5", "K8V4", "K16V16")),
+        (torch.float16, "K8V8"),
+        (torch.float32, "K8V8"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_kernels_agree_with_the_reference(device, shape: str, high: str, dtype: torch.dtype) -> None:
-    """float32 logits, so that differences are those of the steps' attention."""
+    """The same prompt, then steps by both."""
     model = build(shape, dtype, device)
     found = {}
     for backend in (KERNELS, "reference"):
-        with use_backend(backend):
-            found[backend] = logits(model, cache := DiffKVCache(model, high=high, window=16), 24)
-            cache.check_integrity()
+        cache = DiffKVCache(model, high=high, window=16)
+        found[backend] = logits(model, cache, 24, backend)
+        cache.check_integrity()
     assert cache.stores.all[0].high_count.max() > 600
     error = (found[KERNELS] - found["reference"]).norm() / found["reference"].norm()
     assert error < {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_prompts_agree_with_a_dense_cache(device, shape: str, dtype: torch.dtype) -> None:
+    """With padding, which kernels attend to."""
+    model = build(shape, dtype, device)
+    expected = logits(model.float(), DynamicCache(config=model.config), 0)
+    got = logits(model.to(dtype), DiffKVCache(model, DiffKVConfig.lossless(window=16)), 0)
+    assert (got - expected).norm() < {torch.float32: 1e-3}.get(dtype, 3e-2) * expected.norm()
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))

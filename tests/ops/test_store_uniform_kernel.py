@@ -62,10 +62,16 @@ def test_turns(high, low, dtype, fields, chunk, monkeypatch: pytest.MonkeyPatch)
     compare_turns(state, ((5, 3), (60, 7), (35, 0), (3, 1), (1, 0)), exact=not state.rotates)
 
 
+def matrices_of(state: State) -> torch.Tensor:
+    """Feedback of four rows."""
+    dim = state.dim
+    return torch.eye(dim) + torch.rand(4, dim, dim, generator=state.generator).triu(1) * 4 / dim
+
+
+@pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.slow
-def test_keys_of_few_bits_are_rounded() -> None:
+def test_keys_of_few_bits_are_rounded(dim: int) -> None:
     """Rounds keys of few bits for queries, but not keys of 8 bits."""
     for high, low in ((K5V4, K3V3), (Precision(8, 4), Precision(4, 3, 2, 1))):
-        state = state_of(high, low, torch.float32)
-        matrix = torch.eye(16) + torch.rand(4, 16, 16, generator=state.generator).triu(1) / 4
-        compare_turns(state, ((60, 5), (40, 0)), feedback=matrix)
+        state = state_of(high, low, torch.float32, dim=dim)
+        compare_turns(state, ((60, 5), (40, 0)), feedback=matrices_of(state))

@@ -14,7 +14,7 @@ from test_decode_attention_kernel import TOLERANCE, make_case, relative_error
 from test_decode_attention_kernel import run_reference as attend_by_reference
 from test_prefill_attention_reference import dense, past_options
 from test_prefill_past_kernel import draw
-from test_store_uniform_kernel import K3V3, K5V4, compare_turns, state_of
+from test_store_uniform_kernel import K3V3, K5V4, compare_turns, matrices_of, state_of
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import launch
@@ -78,10 +78,12 @@ def test_a_prompt_is_not_scored(emulator) -> None:
     assert [name for name, _ in emulator.launched] == ["past_forward", "flash_forward"]
 
 
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.slow
-def test_prompts_of_heads_with_a_precision_each(emulator) -> None:
+def test_prompts_of_heads_with_a_precision_each(rounded: bool, emulator) -> None:
     """A padded prompt, and a turn over what it left in the window."""
-    compare_turns(state_of(K5V4, K3V3, torch.bfloat16, dim=64, bits=16), ((40, 7), (60, 3)))
+    state = state_of(K5V4, K3V3, torch.bfloat16, dim=64, bits=16)
+    compare_turns(state, ((40, 7), (60, 3)), feedback=matrices_of(state) if rounded else None)
     first = ["take_pages", "store_new", "advance"]
     turn = ["take_pages", "leave_window", "store_new", "advance"]
     assert [name.removesuffix("_kernel") for name, _ in emulator.launched] == first + turn

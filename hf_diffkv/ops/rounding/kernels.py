@@ -119,6 +119,106 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
     return result
 
 
+@triton.jit
+def block_dims(block, DIM: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Returns the channels of a block of a tile's elements, int32 [CHANNELS], and whether they exist."""
+    element = block * CHANNELS + tl.arange(0, CHANNELS)
+    byte = element % WIDTH
+    return element // WIDTH * (DIM // PLANES) + byte, byte < DIM // PLANES
+
+
+@triton.jit
+def round_block(x, goal, ends, numbers, matrix, block, DIM: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
+                LEVELS: tl.constexpr):  # fmt: skip
+    """Rounds a block of channels, last one first.
+
+    Args:
+        x: a block of keys, float32 [tokens, channels].
+        goal: the keys minus what later blocks feed back.
+        ends, numbers: smallest and largest element, and scale and zero point, of each key, [tokens, 1] each.
+        matrix: pointer to the feedback of the keys' row.
+
+    Returns:
+        Errors of the decoded codes, and keys for quantisation, both [tokens, channels].
+    """
+    CHANNELS: tl.constexpr = x.shape[1]
+    dim, exists = block_dims(block, DIM, PLANES, WIDTH, CHANNELS)
+    low, high = ends
+    scale, zero = numbers
+    # a scale of 0 has the single code 0
+    top = tl.where(scale == 0.0, 0.0, LEVELS)
+    step = tl.where(scale == 0.0, 1.0, scale)
+    least = tl.minimum(tl.maximum(round_even(tl.div_rn(low - zero, step)), 0.0), top)
+    most = tl.minimum(tl.maximum(round_even(tl.div_rn(high - zero, step)), 0.0), top)
+    is_low, is_high = x == low, x == high
+    floor, ceiling = tl.where(is_high & ~is_low, most, least), tl.where(is_low, least, most)
+    step = step + tl.zeros_like(x)
+
+    error, result = tl.zeros_like(x), tl.zeros_like(x)
+    for index in range(CHANNELS):
+        element = block * CHANNELS + CHANNELS - 1 - index
+        # the result for elements that do not exist is not used
+        channel = (element // WIDTH * (DIM // PLANES) + element % WIDTH) % DIM
+        weight = tl.load(matrix + channel * DIM + dim, mask=exists, other=0.0)
+        # channels that are not rounded yet have no error
+        behind = tl.sum(error * weight.to(tl.float32)[None, :], 1)[:, None]
+        code = tl.minimum(tl.maximum(round_even(tl.div_rn(goal - behind - zero, step)), floor), ceiling)
+        decoded = zero + code * step
+        here = (exists & (tl.arange(0, CHANNELS) == CHANNELS - 1 - index))[None, :]
+        error = tl.where(here, decoded - x, error)
+        result = tl.where(here, decoded, result)
+    return error, tl.where(is_low | is_high, x, tl.minimum(tl.maximum(result, low), high))
+
+
+@triton.jit
+def split_dot(a, b):
+    """Multiplies float32 matrices [m, k] and [k, n] in float16, each as the sum of two: 22 bits of both count."""
+    a_high, b_high = a.to(tl.float16), b.to(tl.float16)
+    a_low, b_low = (a - a_high.to(tl.float32)).to(tl.float16), (b - b_high.to(tl.float32)).to(tl.float16)
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+
+
+@triton.jit
+def round_row_tile(x, matrix, DIM: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr):
+    """Returns a tile of one row's keys rounded for quantisation with one scale per key.
+
+    The channels are rounded in blocks; a product feeds the errors of a block back to all earlier ones.
+
+    Args:
+        x: keys, float32 [tokens, planes, width] (`quantize/kernels.py`).
+        matrix: pointer to the feedback of the keys' row.
+    """
+    TOKENS: tl.constexpr = x.shape[0]
+    PLANES: tl.constexpr = x.shape[1]
+    WIDTH: tl.constexpr = x.shape[2]
+    CHANNELS: tl.constexpr = min(16, PLANES * WIDTH)
+    BLOCKS: tl.constexpr = PLANES * WIDTH // CHANNELS
+    element = tl.arange(0, PLANES * WIDTH)
+    dim, exists = block_dims(0, DIM, PLANES, WIDTH, PLANES * WIDTH)
+    x = tl.reshape(x, (TOKENS, PLANES * WIDTH))
+    low = tl.min(tl.where(exists[None, :], x, float("inf")), 1)
+    high = tl.max(tl.where(exists[None, :], x, float("-inf")), 1)
+    scale, zero = group_numbers(low, high, BITS, METADATA)
+    ends, numbers = (low[:, None], high[:, None]), (scale[:, None], zero[:, None])
+    x = tl.reshape(x, (TOKENS, BLOCKS, CHANNELS))
+    goal, result = x, x
+    for index in range(BLOCKS):
+        block = BLOCKS - 1 - index
+        mine = tl.arange(0, BLOCKS)[None, :, None] == block
+        error, some = round_block(
+            tl.sum(tl.where(mine, x, 0.0), 1), tl.sum(tl.where(mine, goal, 0.0), 1), ends, numbers, matrix, block,
+            DIM, PLANES, WIDTH, 2**BITS - 1,
+        )  # fmt: skip
+        result = tl.where(mine, some[:, None, :], result)
+        if BLOCKS > 1:
+            own, real = block_dims(block, DIM, PLANES, WIDTH, CHANNELS)
+            earlier = exists & (element < block * CHANNELS)
+            spot = matrix + dim[:, None] * DIM + own[None, :]
+            weight = tl.load(spot, mask=earlier[:, None] & real[None, :], other=0.0).to(tl.float32)
+            goal -= tl.reshape(split_dot(error, tl.trans(weight)), (TOKENS, BLOCKS, CHANNELS))
+    return tl.reshape(result, (TOKENS, PLANES, WIDTH))
+
+
 @triton.jit(do_not_specialize=["count"])
 def round_keys_kernel(
     key, row, feedback, rounded, count, key_stride,

@@ -24,8 +24,8 @@ from .tokens import Placement, PromptTokens
 SUM_TOKENS, SUM_STEPS = 32, 16
 # tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted at a time
 BLOCK, CHUNK = 256, 128
-# warps for a tile of keys that is rounded, which takes more registers and therefore has fewer tokens
-ROUNDING_WARPS = 8
+# warps for a tile of keys that is rounded, by the widest dimension they serve; it has few tokens, as it takes registers
+ROUNDING_WARPS = {64: 4, 512: 8}
 
 
 def store_prompt(
@@ -63,11 +63,13 @@ def store_prompt(
     given = _arguments(rows, new, placement)
     given["shift"] = _fix_offsets(rows, given) if placement.centers else None
     run = partial(launch, device=rows.device, given=given, num_warps=NUM_WARPS)
-    block = block_tokens(max(rows.layout.high.key_dim, rows.layout.high.value_dim))
+    widest = max(rows.layout.high.key_dim, rows.layout.high.value_dim)
+    block = block_tokens(widest)
     if received is not None or placement.feedback is not None:
         # rounding, and two tiers at once, need more registers
         block = max(16, block // 2)
-    tiles = {"BLOCK": block, "num_warps": NUM_WARPS if placement.feedback is None else ROUNDING_WARPS}
+    rounding = next((warps for limit, warps in ROUNDING_WARPS.items() if widest <= limit), NUM_WARPS)
+    tiles = {"BLOCK": block, "num_warps": NUM_WARPS if placement.feedback is None else rounding}
 
     def grid(tokens: int) -> tuple[int, int]:
         return many, triton.cdiv(tokens, block)
@@ -83,7 +85,8 @@ def store_prompt(
         run(count_kernel, (many,))
         run(list_kernel, (many, given["blocks"] + 1), BLOCK=BLOCK)
         if past:
-            run(demote_kernel, grid(past), **tiles)
+            # codes that are read take few registers
+            run(demote_kernel, grid(past), BLOCK=block)
             run(close_kernel, grid(past), BLOCK=block)
             run(level_window_kernel, grid(rows.slots), **tiles)
         run(level_new_kernel, grid(tokens), **tiles)

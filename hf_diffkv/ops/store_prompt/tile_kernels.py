@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_scalars, write_tile
 from ..rotation_kernel import rotated_tile, rounded
-from ..rounding.kernels import MOST_BITS, round_tile
+from ..rounding.kernels import MOST_BITS, round_row_tile, round_tile
 
 # where tokens of a tile go in pages: which of them, bool, page numbers, int64, and slots of a page, [tokens] each
 Target = namedtuple("Target", "active page slot")
@@ -58,9 +58,12 @@ def less(x, offset, row, TIER: tl.constexpr):
 def store_tile(x, pages, to, feedback, row, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
     """Quantises a tile into pages; keys of few bits are rounded by the row's matrix if `feedback` is given."""
     if IS_KEY and feedback is not None and TIER.k_bits <= MOST_BITS:
-        dim, exists = tier_dims(TIER, True)
-        matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
-        x = round_tile(x, dim, exists, matrix, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
+        matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim)
+        if TIER.k_groups == 1:
+            x = round_row_tile(x, matrix, TIER.key_dim, TIER.k_bits, TIER.key_metadata)
+        else:
+            dim, exists = tier_dims(TIER, True)
+            x = round_tile(x, dim, exists, matrix + dim, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
     codes, metadata = rows_at(pages + to.page * TIER.page_bytes, to.slot, TIER, IS_KEY)
     write_tile(x, codes, metadata, to.active, TIER, IS_KEY, DTYPE)
 
