@@ -91,7 +91,8 @@ class Layer:
         with torch.no_grad():
             layer.update(self.latent[:1], self.rope[:1])
             layer.expand = self.module.expand_kv
-            layer.attend(self.query[:1].expand(-1, -1, self.latent.shape[2], -1), Softmax(self.scaling))
+            query = self.query[:1].expand(-1, -1, self.latent.shape[2], -1).contiguous()
+            layer.attend(query, Softmax(self.scaling))
         cache.batch_repeat_interleave(batch)
         settle(layer.store)
         refresh(layer.store)
@@ -101,7 +102,8 @@ class Layer:
         options = {"bounds": bounds, "scratch": prepare_scratch(store, absorbed[:, :, 0], bounds.max_tokens)}
 
         def call() -> Tensor:
-            query = query_form(store, projection.absorb(self.query))[:, :, 0]
+            # heads are rotated as tokens, as in a model's step
+            query = query_form(store, projection.absorb(self.query)[None, :, :, 0])[0]
             output = store.ops.decode_attention(query, store.rows(0), Softmax(self.scaling), **options)
             return projection.values(model_form(store, output[None])[0][:, :, None])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 import triton
@@ -18,6 +19,8 @@ from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 INNER = 32
 # wider tiles need twice the warps, as they would spill kilobytes
 WIDEST_OF_FEW_WARPS = 256
+# from here on a program would read a megabyte of signs for its few tokens
+MATRIX_PRODUCT_DIM = 512
 
 
 @triton.jit
@@ -96,6 +99,8 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
     if matrix is None or tensor.dtype == torch.float64:
         return rotation.rotate(tensor, matrix, offset)
     batch, heads, tokens, dim = tensor.shape
+    if dim >= MATRIX_PRODUCT_DIM and offset is None and tensor.dtype != torch.float32:
+        return _multiply(tensor, transposed=matrix.stride(0) < matrix.stride(1))
     output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if output.numel() == 0:
         return output
@@ -120,6 +125,22 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
             num_warps=NUM_WARPS if dim <= WIDEST_OF_FEW_WARPS else 2 * NUM_WARPS,
         )
     return output
+
+
+def _multiply(tensor: Tensor, transposed: bool) -> Tensor:
+    """Rotates by a matrix product with signs, which 16-bit numbers hold exactly, and rounds once."""
+    dim = tensor.shape[-1]
+    signs = _signs(dim, tensor.dtype, tensor.device)
+    signs = signs.mT if transposed else signs
+    rows = tensor.reshape(-1, dim)
+    return torch.addmm(rows.new_zeros(dim), rows, signs, beta=0, alpha=1 / root(dim)).view(tensor.shape)
+
+
+@cache
+@torch.inference_mode(False)
+def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns `rotation_matrix` times `root`, whose elements are -1, 0 and 1."""
+    return (rotation.rotation_matrix(dim, torch.float64, device) * root(dim)).round().to(dtype)
 
 
 def block_tokens(widest: int) -> int:

@@ -57,6 +57,8 @@ def attend(
         (K8V4, K4V2, 512, 8, 2, (300, 700)),
         (K8V4, K4V2, 80, 5, 2, (1, 1)),
         (K8V4, K4V2, 96, 4, 2, (500, 700)),
+        (K8V4, K4V2, 32, 4, 2, (500, 700)),
+        (K8V4, K4V2, 16, 4, 2, (500, 700)),
         (K8V8, K8V4, 128, 4, 2, (2048, 2048)),
         (FULL, FULL, 128, 4, 2, (2048, 100)),
         (K8V4, GROUPED, 128, 4, 2, (300, 900)),
@@ -134,11 +136,19 @@ def test_quantisation(device, precision, dim) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("length, dim", [(4097, 128), (513, 256), (513, 512), (1025, 80)])
+@pytest.mark.parametrize("length, dim", [(4097, 128), (513, 256), (513, 512), (1025, 80), (513, 32), (257, 16)])
 def test_prompt_attention(device, length, dim, window) -> None:
     query = torch.randn(2, 8, length, dim, device=device).bfloat16()
     key, value = torch.randn(2, 2, 2, length, dim, device=device).bfloat16()
     compare_prompts(query, key, value, None, observed=window)
+
+
+@pytest.mark.parametrize("dims", [(32, 16), (40, 16), (72, 16), (64, 32), (96, 64), (192, 128), (64, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_prompts_whose_values_have_other_widths(device, dims, dtype, length: int = 700) -> None:
+    query = torch.randn(2, 8, length, dims[0], device=device).to(dtype)
+    key, value = (torch.randn(2, 2, length, dim, device=device).to(dtype) for dim in dims)
+    compare_prompts(query, key, value, None, observed=64)
 
 
 @pytest.mark.parametrize("precision, dim", [(K8V4, 128), (K4V2, 80), (FULL, 64), (GROUPED, 128), (Precision(2, 1), 8)])
@@ -186,6 +196,7 @@ def stored_past(rows: RandomRows) -> EarlierTokens:
         (K8V4, K4V2, 256, 8, 2, (65, 130), 257),
         (K8V4, K4V2, 80, 5, 2, (1, 1), 33),
         (K8V4, K4V2, 96, 4, 2, (500, 700), 64),
+        (K8V4, K4V2, 32, 4, 2, (500, 700), 64),
         (K8V8, K8V4, 128, 4, 2, (2048, 2048), 1),
         (FULL, FULL, 128, 4, 2, (2048, 100), 300),
         (FULL, Precision(2, 1), 128, 4, 2, (300, 900), 300),

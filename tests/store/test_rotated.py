@@ -345,7 +345,7 @@ def test_the_largest_keys_that_are_taken() -> None:
     assert (read_tokens(pair.store, 0).levels == 2).sum() == 4
 
 
-@pytest.mark.parametrize("dim", [16, 80, 96, 256])
+@pytest.mark.parametrize("dim", [16, 80, 96, 256, 512, 576])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.sampled(3)
 def test_rotation_by_a_kernel(dim: int, dtype: torch.dtype) -> None:

@@ -26,6 +26,7 @@ from .tiles import (
     past_dot,
     past_tile,
     strides,
+    value_width,
 )
 
 # programs along the second and third axis of a launch
@@ -107,7 +108,7 @@ def prefill_attention(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "KEY_WIDTH": padded(key_dim),
-        "VALUE_WIDTH": padded(value_dim),
+        "VALUE_WIDTH": value_width(key_dim, value_dim),
         "DOT": dot_dtype(query.dtype, target),
         "WINDOW": observed is not None,
     }

@@ -70,6 +70,14 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
+def value_width(key_dim: int, value_dim: int) -> int:
+    """Returns the number of columns of a tile of values.
+
+    On an H200 Triton 3.6 multiplied values of 16 or 32 columns wrongly, or read beyond them, after keys of 64 or more.
+    """
+    return max(padded(value_dim), min(64, padded(key_dim)))
+
+
 def extent_block(length: int) -> int:
     """Returns the number of tokens that `row_extents` reads at once."""
     return min(1024, max(64, triton.next_power_of_2(length)))
@@ -101,15 +109,16 @@ def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[
     tiers = (layout.high, layout.low)
     key_parts = max(pieces(tier.k_bits) for tier in tiers)
     value_parts = max(pieces(tier.v_bits) for tier in tiers)
-    key_width, value_width = padded(layout.high.key_dim), padded(layout.high.value_dim)
+    key_dim, value_dim = layout.high.key_dim, layout.high.value_dim
+    widths = padded(key_dim), value_width(key_dim, value_dim)
     # the PTX code processes four bytes at once
-    narrow = min(key_width // key_parts, value_width // value_parts) < 4
+    narrow = min(widths[0] // key_parts, widths[1] // value_parts) < 4
     portable = dtype == torch.float32 or narrow or not target.startswith("sm_")
     return {
         "HIGH": layout.high,
         "LOW": layout.low,
-        "KEY_WIDTH": key_width,
-        "VALUE_WIDTH": value_width,
+        "KEY_WIDTH": widths[0],
+        "VALUE_WIDTH": widths[1],
         "KEY_PARTS": key_parts,
         "VALUE_PARTS": value_parts,
         "DOT": dot_dtype(past_dot(layout, dtype), target),

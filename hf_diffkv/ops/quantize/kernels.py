@@ -74,8 +74,10 @@ def read_input(rows, row, active, dim, exists, stride):
 
 
 @triton.jit
-def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr, chosen=None):
     """Quantises a float32 tile of keys or values (`tier_dims`) into the rows at `codes` and `metadata` (`rows_at`).
+
+    `chosen` is a tile of codes to write, or None for the nearest ones.
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or as in `pages/segments.py` if a group's
     metadata has 2 bytes. Codes are computed with the rounded pair.
@@ -116,6 +118,8 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
             code = round_even(tl.div_rn(shifted, tl.zeros_like(x) + divisor))
             code = tl.minimum(tl.maximum(code, 0.0), LEVELS)
             code = tl.where(step == 0.0, 0.0, code).to(tl.int32)
+            if chosen is not None:
+                code = chosen.to(tl.int32)
             tile += tl.where(member, code, 0)
             if METADATA == 4:
                 word = scale.to(tl.uint16, bitcast=True).to(tl.uint32)

@@ -1,4 +1,4 @@
-"""Launcher of the kernels that store a prompt, without reading the device: at most six launches, ten by thresholds."""
+"""Launcher of the kernels that store a prompt, without reading the device: at most nine launches, ten by thresholds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from ...pages import LayerRows
 from ..backend import device_of, launch, row_arguments, unit_stride
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
-from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
+from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root, rotate
+from ..rounding.reference import LARGEST_BITS
+from .code_kernels import choose_codes_kernel
 from .level_kernels import count_kernel, decide_kernel, list_kernel
 from .move_kernels import close_kernel, demote_kernel, level_new_kernel, level_window_kernel
 from .offset_kernels import fix_offsets_kernel, sum_keys_kernel
@@ -24,8 +26,10 @@ from .tokens import Placement, PromptTokens
 SUM_TOKENS, SUM_STEPS = 32, 16
 # tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted at a time
 BLOCK, CHUNK = 256, 128
-# warps for a tile of keys that is rounded, by the widest dimension they serve; it has few tokens, as it takes registers
-ROUNDING_WARPS = {64: 4, 512: 8}
+# warps for a tile of keys that is rounded where it is stored, which takes more registers and therefore has fewer tokens
+ROUNDING_WARPS = 8
+# tokens whose codes a warp chooses at a time
+CODE_TOKENS = 16
 
 
 def store_prompt(
@@ -63,13 +67,10 @@ def store_prompt(
     given = _arguments(rows, new, placement)
     given["shift"] = _fix_offsets(rows, given) if placement.centers else None
     run = partial(launch, device=rows.device, given=given, num_warps=NUM_WARPS)
-    widest = max(rows.layout.high.key_dim, rows.layout.high.value_dim)
-    block = block_tokens(widest)
-    if received is not None or placement.feedback is not None:
-        # rounding, and two tiers at once, need more registers
-        block = max(16, block // 2)
-    rounding = next((warps for limit, warps in ROUNDING_WARPS.items() if widest <= limit), NUM_WARPS)
-    tiles = {"BLOCK": block, "num_warps": NUM_WARPS if placement.feedback is None else rounding}
+    whole = block_tokens(max(rows.layout.high.key_dim, rows.layout.high.value_dim))
+    # rounding, and two tiers at once, need more registers
+    block = whole if received is None and placement.feedback is None else max(16, whole // 2)
+    tiles = {"BLOCK": block, "num_warps": NUM_WARPS if placement.feedback is None else ROUNDING_WARPS}
 
     def grid(tokens: int) -> tuple[int, int]:
         return many, triton.cdiv(tokens, block)
@@ -78,15 +79,18 @@ def store_prompt(
         run(take_pages_kernel, (many,))
         if past:
             run(leave_window_kernel, grid(rows.slots), **tiles)
-        run(store_new_kernel, grid(tokens), **tiles)
+        given["codes"] = _choose_codes(rows, new, placement, given)
+        if given["codes"] is not None:
+            run(store_new_kernel, (many, triton.cdiv(tokens, whole)), BLOCK=whole)
+        else:
+            run(store_new_kernel, grid(tokens), **tiles)
     else:
         given |= _lists(rows, received.contiguous(), past)
         run(decide_kernel, (many, given["blocks"]), BLOCK=BLOCK)
         run(count_kernel, (many,))
         run(list_kernel, (many, given["blocks"] + 1), BLOCK=BLOCK)
         if past:
-            # codes that are read take few registers
-            run(demote_kernel, grid(past), BLOCK=block)
+            run(demote_kernel, grid(past), **tiles)
             run(close_kernel, grid(past), BLOCK=block)
             run(level_window_kernel, grid(rows.slots), **tiles)
         run(level_new_kernel, grid(tokens), **tiles)
@@ -163,6 +167,20 @@ def _fix_offsets(rows: LayerRows, given: dict[str, object]) -> Tensor:
     run(sum_keys_kernel, (rows.count, parts), given=given, BLOCK=SUM_TOKENS, STEPS=SUM_STEPS)
     run(fix_offsets_kernel, (rows.count,), given=given)
     return shift
+
+
+def _choose_codes(rows: LayerRows, new: PromptTokens, placement: Placement, given: dict[str, object]) -> Tensor | None:
+    """Returns the codes of new keys, uint8 [rows, tokens, key_dim]; None if they are the nearest ones."""
+    feedback, (high, low) = placement.feedback, rows.tiers
+    rounds = [tier for tier in (high, low) if tier.k_bits <= LARGEST_BITS]
+    if feedback is None or any(tier.k_groups > 1 for tier in rounds):
+        return None
+    key = rotate(new.key, placement.key_rotation, rows.offset).contiguous()
+    codes = torch.empty(rows.count, *key.shape[2:], dtype=torch.uint8, device=key.device)
+    given = given | {"key": key, "matrix": feedback.mT.contiguous(), "codes": codes}
+    grid, width = (rows.count, triton.cdiv(key.shape[2], CODE_TOKENS)), triton.next_power_of_2(high.key_dim)
+    launch(choose_codes_kernel, grid, key.device, given, WIDTH=width, BLOCK=CODE_TOKENS, num_warps=1)
+    return codes
 
 
 def _strides(name: str, tensor: Tensor) -> dict[str, int]:

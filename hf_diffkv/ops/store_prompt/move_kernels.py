@@ -179,7 +179,7 @@ def level_new_kernel(
     stays = real & ((position < sinks) | (position >= start))
     keys = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
     values = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
-    new = Incoming(keys, values, key_matrix, value_matrix, offset, feedback, limit)
+    new = Incoming(keys, values, key_matrix, value_matrix, offset, feedback, None, limit)
     slot = slot_of(position, sinks, row, slots, sink_slots)
     exact = WindowSlots(window_key, window_value, window_score, slot, stays, invalid)
     score = tl.load(received + row.to(tl.int64) * columns + past + token, mask=real, other=0.0)

@@ -151,7 +151,7 @@ def leave_window_kernel(
 )
 def store_new_kernel(
     pages, table, alpha_high, window_key, window_value, window_score, length, window_start, sink_end, invalid, key,
-    value, rank, count, key_matrix, value_matrix, offset, feedback, limit, heads, width, tokens, window, slots,
+    value, rank, count, key_matrix, value_matrix, offset, feedback, codes, limit, heads, width, tokens, window, slots,
     sink_slots, key_batch, key_head, key_token, value_batch, value_head, value_token,
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
     DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
@@ -161,6 +161,7 @@ def store_new_kernel(
     Args:
         key, value: key and value states of the model, [batch, heads, tokens, dim], with the strides given.
         key_matrix, value_matrix, offset, feedback, limit: fields of `Incoming`.
+        codes: result of `choose_codes_kernel`, or None.
         invalid: field of `WindowSlots`.
     """
     row = tl.program_id(0)
@@ -172,7 +173,10 @@ def store_new_kernel(
     stays = real & ((position < sinks) | (position >= start))
     keys = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
     values = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
-    new = Incoming(keys, values, key_matrix, value_matrix, offset, feedback, limit)
+    chosen = codes
+    if codes is not None:
+        chosen = codes + (row.to(tl.int64) * tokens + token) * HIGH.key_dim
+    new = Incoming(keys, values, key_matrix, value_matrix, offset, feedback, chosen, limit)
     slot = slot_of(position, sinks, row, slots, sink_slots)
     exact = WindowSlots(window_key, window_value, window_score, slot, stays, invalid)
     score = tl.zeros((BLOCK,), tl.float32)

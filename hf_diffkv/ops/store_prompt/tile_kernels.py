@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_scalars, write_tile
 from ..rotation_kernel import rotated_tile, rounded
-from ..rounding.kernels import MOST_BITS, round_row_tile, round_tile
+from ..rounding.kernels import MOST_BITS, round_tile
 
 # where tokens of a tile go in pages: which of them, bool, page numbers, int64, and slots of a page, [tokens] each
 Target = namedtuple("Target", "active page slot")
@@ -20,9 +20,10 @@ Target = namedtuple("Target", "active page slot")
 # a flag that is set if a token cannot be stored, uint8 [1]
 WindowSlots = namedtuple("WindowSlots", "key value score slot stays invalid")
 # pointers to new tokens, [tokens], contiguous rotations, the offset to subtract from keys, float32 [rows, key_dim],
-# matrices by which keys are rounded (ops/rounding), float32 [rows, key_dim, key_dim], and the largest magnitude of an
-# element, or with a rotation the largest norm of a token; all but pointers and limit may be None
-Incoming = namedtuple("Incoming", "key value key_matrix value_matrix offset feedback limit")
+# matrices by which keys are rounded (ops/rounding), float32 [rows, key_dim, key_dim], pointers to the codes of keys,
+# [tokens], that replace these matrices, and the largest magnitude of an element, or with a rotation the largest norm of
+# a token; all but pointers to tokens and limit may be None
+Incoming = namedtuple("Incoming", "key value key_matrix value_matrix offset feedback codes limit")
 
 
 @triton.jit
@@ -55,17 +56,23 @@ def less(x, offset, row, TIER: tl.constexpr):
 
 
 @triton.jit
-def store_tile(x, pages, to, feedback, row, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantises a tile into pages; keys of few bits are rounded by the row's matrix if `feedback` is given."""
-    if IS_KEY and feedback is not None and TIER.k_bits <= MOST_BITS:
-        matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim)
-        if TIER.k_groups == 1:
-            x = round_row_tile(x, matrix, TIER.key_dim, TIER.k_bits, TIER.key_metadata)
-        else:
-            dim, exists = tier_dims(TIER, True)
-            x = round_tile(x, dim, exists, matrix + dim, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
+def store_tile(x, pages, to, feedback, row, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr,
+               chosen=None):  # fmt: skip
+    """Quantises a tile into pages.
+
+    Keys of few bits get the codes at `chosen` (pointers [tokens]), or are rounded by the row's matrix, if one is given.
+    """
+    if IS_KEY and chosen is None and feedback is not None and TIER.k_bits <= MOST_BITS:
+        dim, exists = tier_dims(TIER, True)
+        matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
+        x = round_tile(x, dim, exists, matrix, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
     codes, metadata = rows_at(pages + to.page * TIER.page_bytes, to.slot, TIER, IS_KEY)
-    write_tile(x, codes, metadata, to.active, TIER, IS_KEY, DTYPE)
+    if IS_KEY and chosen is not None and TIER.k_bits <= MOST_BITS:
+        dim, exists = tier_dims(TIER, True)
+        found = tl.load(chosen[:, None, None] + dim, mask=to.active[:, None, None] & exists, other=0)
+        write_tile(x, codes, metadata, to.active, TIER, IS_KEY, DTYPE, found)
+    else:
+        write_tile(x, codes, metadata, to.active, TIER, IS_KEY, DTYPE)
 
 
 @triton.jit
@@ -111,7 +118,7 @@ def enter_tile(pages, to, new, exact, active, score, position, row, TIER: tl.con
     x = rounded(x, DTYPE)
     if exact is not None:
         keep_tile(x, exact.key, exact.slot, exact.stays, TIER, True, DTYPE)
-    store_tile(x, pages, to, new.feedback, row, TIER, True, DTYPE)
+    store_tile(x, pages, to, new.feedback, row, TIER, True, DTYPE, new.codes)
     x, fine = new_tile(new.value, active, new.value_matrix, new.limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
     x = rounded(x, DTYPE)
     if exact is not None:

@@ -31,7 +31,7 @@ def variants() -> list[KernelVariant]:
     uniform, paired = uniform_layouts(), paired_layouts()
     for name, layout in uniform + paired:
         dim = layout.high.key_dim
-        shipped = ["store_new", "leave_window"]
+        shipped = ["store_new", "leave_window", "choose_codes"]
         shipped += OF_MODELS if name == uniform[0][0] else ()
         shipped += OF_ROWS if name in (uniform[0][0], paired[0][0]) and dim == UNIFORM_DIMS[0] else ()
         recorded = record(_store, layout, True) + record(_rotate, dim)

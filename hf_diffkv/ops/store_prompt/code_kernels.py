@@ -1,0 +1,75 @@
+"""Triton kernel that rounds the keys of a prompt for the queries that read them (method: `rounding/reference.py`).
+
+Tiles are [channels, tokens], and a program is one warp, so that a thread has all channels of its token. In the kernel
+that stores keys, channels are spread over warps, and every sum over them would wait for all warps.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..quantize.kernels import round_even
+from ..rounding.kernels import MOST_BITS, group_numbers
+from .order_kernels import is_low
+
+
+@triton.jit
+def store_codes(key, matrix, codes, token, there, TIER: tl.constexpr, WIDTH: tl.constexpr):
+    """Chooses the codes of a tile of one row's keys, channel by channel, last one first.
+
+    Args:
+        key, codes: pointers to the row's first token.
+        matrix: pointer to the row's transposed feedback.
+    """
+    DIM: tl.constexpr = TIER.key_dim
+    LEVELS: tl.constexpr = 2**TIER.k_bits - 1
+    dim = tl.arange(0, WIDTH)
+    exists = (dim < DIM)[:, None]
+    place = token.to(tl.int64) * DIM
+    # the keys minus what rounded channels feed back
+    goal = tl.load(key + place[None, :] + dim[:, None], mask=exists & there[None, :], other=0.0).to(tl.float32)
+    low = tl.min(tl.where(exists, goal, float("inf")), 0)
+    high = tl.max(tl.where(exists, goal, float("-inf")), 0)
+    scale, zero = group_numbers(low, high, TIER.k_bits, TIER.key_metadata)
+    # a scale of 0 has the single code 0
+    top = tl.where(scale == 0.0, 0.0, LEVELS)
+    step = tl.where(scale == 0.0, 1.0, scale)
+    least = tl.minimum(tl.maximum(round_even(tl.div_rn(low - zero, step)), 0.0), top)
+    most = tl.minimum(tl.maximum(round_even(tl.div_rn(high - zero, step)), 0.0), top)
+    for index in range(DIM):
+        channel = DIM - 1 - index
+        exact = tl.load(key + place + channel, mask=there, other=0.0).to(tl.float32)
+        wanted = tl.sum(tl.where((dim == channel)[:, None], goal, 0.0), 0)
+        # the ends of the range have one possible code
+        least_code = tl.where((exact == high) & (exact != low), most, least)
+        most_code = tl.where(exact == low, least, most)
+        code = tl.minimum(tl.maximum(round_even(tl.div_rn(wanted - zero, step)), least_code), most_code)
+        tl.store(codes + place + channel, code.to(tl.int32).to(tl.uint8), mask=there)
+        error = zero + code * step - exact
+        weight = tl.load(matrix + channel * DIM + dim, mask=dim < channel, other=0.0).to(tl.float32)
+        goal -= weight[:, None] * error[None, :]
+
+
+@triton.jit(do_not_specialize=["alpha_high", "tokens"])
+def choose_codes_kernel(
+    key, alpha_high, matrix, codes, tokens,
+    HIGH: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Chooses the codes of a prompt's keys. Grid: (rows, cdiv(tokens, BLOCK)).
+
+    Args:
+        key: keys in the store's form, contiguous [rows, tokens, key_dim].
+        matrix: transposed feedback, float32 [rows, key_dim, key_dim].
+        codes: output, uint8 [rows, tokens, key_dim]; unset in rows whose keys have too many bits.
+    """
+    row = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = row.to(tl.int64) * tokens * HIGH.key_dim
+    square = matrix + row.to(tl.int64) * (HIGH.key_dim * HIGH.key_dim)
+    if is_low(alpha_high, row):
+        if LOW.k_bits <= MOST_BITS:
+            store_codes(key + first, square, codes + first, token, token < tokens, LOW, WIDTH)
+    else:
+        if HIGH.k_bits <= MOST_BITS:
+            store_codes(key + first, square, codes + first, token, token < tokens, HIGH, WIDTH)
