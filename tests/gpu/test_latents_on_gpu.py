@@ -61,7 +61,7 @@ def logits(model: PreTrainedModel, cache: DiffKVCache | DynamicCache, steps: int
 )
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_kernels_agree_with_the_reference(device, shape: str, high: str, dtype: torch.dtype) -> None:
-    """The same prompt, then steps by both."""
+    """Steps by both after one prompt."""
     model = build(shape, dtype, device)
     found = {}
     for backend in (KERNELS, "reference"):

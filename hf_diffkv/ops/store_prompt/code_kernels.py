@@ -15,30 +15,24 @@ from .order_kernels import is_low
 
 
 @triton.jit
-def store_codes(key, matrix, codes, token, there, TIER: tl.constexpr, WIDTH: tl.constexpr):
-    """Chooses the codes of a tile of one row's keys, channel by channel, last one first.
+def round_group(goal, ends, key, matrix, codes, place, there, dim, first, TIER: tl.constexpr):
+    """Chooses the codes of one group of channels, from the channel `first` on; returns `goal` for those before.
 
     Args:
-        key, codes: pointers to the row's first token.
-        matrix: pointer to the row's transposed feedback.
+        ends: smallest and largest element of each key in the group, [tokens] each.
+        place: offsets of the tokens in `key` and `codes`.
     """
-    DIM: tl.constexpr = TIER.key_dim
     LEVELS: tl.constexpr = 2**TIER.k_bits - 1
-    dim = tl.arange(0, WIDTH)
-    exists = (dim < DIM)[:, None]
-    place = token.to(tl.int64) * DIM
-    # the keys minus what rounded channels feed back
-    goal = tl.load(key + place[None, :] + dim[:, None], mask=exists & there[None, :], other=0.0).to(tl.float32)
-    low = tl.min(tl.where(exists, goal, float("inf")), 0)
-    high = tl.max(tl.where(exists, goal, float("-inf")), 0)
+    GROUP_DIM: tl.constexpr = TIER.key_dim // TIER.k_groups
+    low, high = ends
     scale, zero = group_numbers(low, high, TIER.k_bits, TIER.key_metadata)
     # a scale of 0 has the single code 0
     top = tl.where(scale == 0.0, 0.0, LEVELS)
     step = tl.where(scale == 0.0, 1.0, scale)
     least = tl.minimum(tl.maximum(round_even(tl.div_rn(low - zero, step)), 0.0), top)
     most = tl.minimum(tl.maximum(round_even(tl.div_rn(high - zero, step)), 0.0), top)
-    for index in range(DIM):
-        channel = DIM - 1 - index
+    for index in range(GROUP_DIM):
+        channel = first + GROUP_DIM - 1 - index
         exact = tl.load(key + place + channel, mask=there, other=0.0).to(tl.float32)
         wanted = tl.sum(tl.where((dim == channel)[:, None], goal, 0.0), 0)
         # the ends of the range have one possible code
@@ -47,8 +41,34 @@ def store_codes(key, matrix, codes, token, there, TIER: tl.constexpr, WIDTH: tl.
         code = tl.minimum(tl.maximum(round_even(tl.div_rn(wanted - zero, step)), least_code), most_code)
         tl.store(codes + place + channel, code.to(tl.int32).to(tl.uint8), mask=there)
         error = zero + code * step - exact
-        weight = tl.load(matrix + channel * DIM + dim, mask=dim < channel, other=0.0).to(tl.float32)
+        weight = tl.load(matrix + channel * TIER.key_dim + dim, mask=dim < channel, other=0.0).to(tl.float32)
         goal -= weight[:, None] * error[None, :]
+    return goal
+
+
+@triton.jit
+def store_codes(key, matrix, codes, token, there, TIER: tl.constexpr, WIDTH: tl.constexpr):
+    """Chooses the codes of a tile of one row's keys, channel by channel, last one first.
+
+    Args:
+        key, codes: pointers to the row's first token.
+        matrix: pointer to the row's transposed feedback.
+    """
+    DIM: tl.constexpr = TIER.key_dim
+    GROUPS: tl.constexpr = TIER.k_groups
+    GROUP_DIM: tl.constexpr = DIM // GROUPS
+    dim = tl.arange(0, WIDTH)
+    exists = (dim < DIM)[:, None]
+    place = token.to(tl.int64) * DIM
+    # the keys minus what rounded channels feed back
+    goal = tl.load(key + place[None, :] + dim[:, None], mask=exists & there[None, :], other=0.0).to(tl.float32)
+    ranges = ()
+    for group in tl.static_range(GROUPS):
+        member = exists & (dim // GROUP_DIM == group)[:, None]
+        low = tl.min(tl.where(member, goal, float("inf")), 0)
+        ranges = ranges + ((low, tl.max(tl.where(member, goal, float("-inf")), 0)),)
+    for group in tl.static_range(GROUPS - 1, -1, -1):
+        goal = round_group(goal, ranges[group], key, matrix, codes, place, there, dim, group * GROUP_DIM, TIER)
 
 
 @triton.jit(do_not_specialize=["alpha_high", "tokens"])

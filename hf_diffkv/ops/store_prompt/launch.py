@@ -29,7 +29,8 @@ BLOCK, CHUNK = 256, 128
 # warps for a tile of keys that is rounded where it is stored, which takes more registers and therefore has fewer tokens
 ROUNDING_WARPS = 8
 # tokens whose codes a warp chooses at a time
-CODE_TOKENS = 16
+CODE_TOKENS = 8
+MOST_GROUPS = 2
 
 
 def store_prompt(
@@ -171,14 +172,14 @@ def _fix_offsets(rows: LayerRows, given: dict[str, object]) -> Tensor:
 
 def _choose_codes(rows: LayerRows, new: PromptTokens, placement: Placement, given: dict[str, object]) -> Tensor | None:
     """Returns the codes of new keys, uint8 [rows, tokens, key_dim]; None if they are the nearest ones."""
-    feedback, (high, low) = placement.feedback, rows.tiers
-    rounds = [tier for tier in (high, low) if tier.k_bits <= LARGEST_BITS]
-    if feedback is None or any(tier.k_groups > 1 for tier in rounds):
+    feedback, width = placement.feedback, triton.next_power_of_2(new.key.shape[3])
+    # a kernel has code for each group
+    if feedback is None or any(tier.k_groups > MOST_GROUPS for tier in rows.tiers if tier.k_bits <= LARGEST_BITS):
         return None
     key = rotate(new.key, placement.key_rotation, rows.offset).contiguous()
     codes = torch.empty(rows.count, *key.shape[2:], dtype=torch.uint8, device=key.device)
     given = given | {"key": key, "matrix": feedback.mT.contiguous(), "codes": codes}
-    grid, width = (rows.count, triton.cdiv(key.shape[2], CODE_TOKENS)), triton.next_power_of_2(high.key_dim)
+    grid = rows.count, triton.cdiv(key.shape[2], CODE_TOKENS)
     launch(choose_codes_kernel, grid, key.device, given, WIDTH=width, BLOCK=CODE_TOKENS, num_warps=1)
     return codes
 
