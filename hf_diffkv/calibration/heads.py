@@ -16,6 +16,7 @@ from ..cache.diffkv_cache import DiffKVCache
 from ..cache.resolve import config_of
 from ..config import DiffKVConfig, Precision
 from ..config.diffkv_config import with_calibration
+from ..config.latent import has_latents
 from ..evaluation.errors import EvaluationError
 from ..evaluation.tasks import Document
 from ..heads.allocation import SENSITIVITY, fields_for
@@ -29,7 +30,7 @@ from .progress import Progress
 from .queries import QuerySums
 from .replay import Damage, Replay
 from .stored import errors, geometric_mean, stored
-from .watched import check_measurable, in_float32, watching
+from .watched import in_float32, watching
 
 # bits of keys and of values at which errors are measured
 MEASURED_BITS = (2, 3, 4, 5, 6, 8)
@@ -72,7 +73,6 @@ def measure_heads(
         UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
     config_of(model)
-    check_measurable(model)
     pieces = [text] if isinstance(text, str) else text
     return measure(model, documents_for(tokenizer, pieces, length), output, quiet).sensitivity
 
@@ -279,4 +279,5 @@ def _summary(model: Any, documents: Sequence[Document], found: Sequence[dict[int
         documents=len(documents),
         documents_digest=digest_of(documents),
         mark=mark_of(model),
+        latent=has_latents(model.config.get_text_config(decoder=True)),
     )

@@ -13,7 +13,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.attention import diffkv_attention, diffkv_mask
-from ..cache.errors import UnsupportedModelError
 from ..cache.supported_models import cache_layers
 from ..cache.switching import set_attention
 from ..compat import attention_of, forget_attention, passing
@@ -58,6 +57,25 @@ class WatchedLayer(DynamicLayer):
         self.options = {name: options.get(name) for name in ("softcap", "s_aux")}
 
 
+class WatchedLatents(WatchedLayer):
+    """Layer of latents (docs/latent.md): rotary keys are its keys, latents its values, both of one head.
+
+    The model expands both before it attends, so the attention that follows an update belongs to it.
+    """
+
+    expected: WatchedLatents | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes latents as `key_states` and rotary keys as `value_states`."""
+        WatchedLatents.expected = self if self.shown is None else None
+        rope, latent = super().update(value_states, key_states)
+        return latent, rope
+
+    def note(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> None:
+        # rotary elements come last
+        super().note(module, query[..., -self.keys.shape[3] :], options)
+
+
 def watched_attention(
     module: nn.Module,
     query: Tensor,
@@ -68,7 +86,7 @@ def watched_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes ordinary attention, and passes the queries to recording layers."""
-    layer = getattr(key, WATCHED_TAG, None)
+    layer, WatchedLatents.expected = getattr(key, WATCHED_TAG, WatchedLatents.expected), None
     if layer is not None:
         layer.note(module, query, kwargs | (kwargs.get("kwargs") or {}))
     elif query.shape[2] < key.shape[2] and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
@@ -125,25 +143,11 @@ def in_float32(model: Any) -> Iterator[None]:
             tensor.data = tensor.data.to(dtype)
 
 
-def check_measurable(model: Any) -> None:
-    """Raises `UnsupportedModelError` for a model that caches latents, whose heads are not measured."""
-    text_config = model.config.get_text_config(decoder=True)
-    if has_latents(text_config):
-        raise UnsupportedModelError(
-            f"{text_config.model_type} caches latents, one row for all heads of a layer, so its heads cannot be "
-            "measured; compare precisions with hf-diffkv verify (docs/latent.md)."
-        )
-
-
 def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:
-    """Runs a prompt in a model within `watching`. Returns all layers of its cache, and the recording ones.
-
-    Raises:
-        UnsupportedModelError: the model caches latents, whose heads are not measured.
-    """
-    check_measurable(model)
-    kinds = cache_layers(model.config.get_text_config(decoder=True))
-    layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
+    """Runs a prompt in a model within `watching`. Returns all layers of its cache, and the recording ones."""
+    text_config = model.config.get_text_config(decoder=True)
+    recording = WatchedLatents if has_latents(text_config) else WatchedLayer
+    layers = [recording() if type(layer) is DynamicLayer else layer for layer in cache_layers(text_config)]
     run_tokens(model, torch.tensor([list(prompt)], device=model.device), 0, Cache(layers=layers), 1)
     return layers, [layer for layer in layers if isinstance(layer, WatchedLayer)]
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..config.latent import LATENT_PRESETS, latent_dims, latent_ratio
 from ..config.presets import DEFAULT_PRESET, PRESETS, RATIOS
 from ..evaluation.errors import EvaluationError
 from ..heads.hub import CONFIG_NAME, QUERIES_NAME
+from ..precision import Precision
 from .console import Interrupted, paragraph, progress, table
 from .options import output_of
+
+SMALL = "small"
+# ratio to try next for a model that caches latents
+SMALLER_LATENTS = 0.35
 
 
 def calibrate_heads(options: SimpleNamespace) -> None:
@@ -27,15 +34,21 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     from ..calibration.texts import read_pieces
     from ..config.presets import head_size
     from ..evaluation.environment import describe_environment
-    from ..heads.allocation import check_ratio
+    from ..heads.allocation import HEAD_LADDER, LATENT_LADDER, check_ratio
     from ..heads.lookup import keep
     from ..running.models import load_config, load_model
 
-    ratio = RATIOS[DEFAULT_PRESET] if options.ratio is None else options.ratio
     model_config, tokenizer = load_config(options.model)
     head_dim, element_bytes = head_size(model_config)
+    dims = latent_dims(model_config)
+    if dims is None:
+        default, plain, ladder = RATIOS[DEFAULT_PRESET], PRESETS[DEFAULT_PRESET]["high"], HEAD_LADDER
+    else:
+        plain, ladder = Precision.parse(LATENT_PRESETS[SMALL]), LATENT_LADDER
+        default = math.ceil(1000 * latent_ratio(plain.name, model_config)) / 1000
+    ratio = default if options.ratio is None else options.ratio
     try:
-        check_ratio(ratio, [(1, head_dim, head_dim)], element_bytes)
+        check_ratio(ratio, [(1, *(dims or (head_dim, head_dim)))], element_bytes, ladder)
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     length = options.length or DOCUMENT_LENGTH
@@ -54,21 +67,24 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     config.save_pretrained(output)
     measured.queries.save(output / QUERIES_NAME)
     keep_queries(measured.queries)
-    print(_report(options, config.calibration, output, keep(measured.sensitivity)))
+    found = dims is None and ratio == default
+    use = "DiffKVCache(model)" if found else f"DiffKVCache(model, target_ratio={ratio:g})"
+    print(_report(options, config.calibration, plain, use, output, keep(measured.sensitivity)))
 
 
-def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path, kept: Path) -> str:
-    """Describes the result, compared with an uncalibrated model, and next steps."""
-    from ..heads.allocation import one_for_all
+def _report(
+    options: SimpleNamespace, calibration: dict[str, Any], other: Precision, use: str, output: Path, kept: Path
+) -> str:
+    """Describes the result, compared with an uncalibrated model's precision, and next steps."""
+    from ..heads.allocation import SENSITIVITY, one_for_all
 
-    plain = one_for_all(PRESETS[DEFAULT_PRESET]["high"], calibration)
+    plain = one_for_all(other, calibration)
     rows = [
         ("each head its own bits", f"{calibration['ratio']:.1%}", f"{calibration['predicted_kl']:.4f}"),
         (f"not calibrated: {plain.precision} for all", f"{plain.ratio:.1%}", f"{plain.one_for_all:.4f}"),
     ]
-    default = options.ratio in (None, RATIOS[DEFAULT_PRESET])
-    again = shlex.join(["hf-diffkv", "calibrate", *_given(options), "--ratio", f"{RATIOS['small']:g}"])
-    use = "DiffKVCache(model)" if default else f"DiffKVCache(model, target_ratio={options.ratio:g})"
+    smaller = SMALLER_LATENTS if calibration[SENSITIVITY].get("latent") else RATIOS[SMALL]
+    again = shlex.join(["hf-diffkv", "calibrate", *_given(options), "--ratio", f"{smaller:g}"])
     return "\n".join(
         [
             table(("", "bytes of a dense cache's", "predicted KL"), rows),

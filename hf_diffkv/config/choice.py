@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arguments import as_ratio
 from ..heads import lookup
-from ..heads.allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
+from ..heads.allocation import HEAD_LADDER, LATENT_LADDER, SENSITIVITY, fields_for, ratio_of
 from ..heads.sensitivity import MEASURED_FIELDS
 from . import files
 from .latent import latent_choice, latent_dims
@@ -44,19 +44,40 @@ def choose(
     if saved is not None and preset is None and target_ratio is None:
         return saved
     if latent:
-        return latent_choice(model_config, preset, target_ratio, given), None
+        return _of_latents(model, model_config, preset, target_ratio, given, saved)
     ratio = RATIOS[preset or DEFAULT_PRESET] if target_ratio is None else as_ratio("target_ratio", target_ratio)
     calibration = _measured(model, saved)
     # above the ratio of the ladder's highest precision, one precision for all heads can use more bits
     if calibration is not None and ratio <= ratio_of(HEAD_LADDER[-1], calibration):
-        budget = given.get("max_bytes") is not None and given.get("until_full", AUTO) is not None
-        fields, calibration = fields_for(calibration, ratio, until_full=budget)
-        return {**MEASURED_FIELDS, **fields}, calibration
+        return _within(ratio, calibration, given)
     if target_ratio is not None:
         return preset_within(target_ratio, model_config), None
     if calibration is None and (named is not None or plain == PRESETS[DEFAULT_PRESET]):
         lookup.tell_of_calibration(model)
     return (named or plain), None
+
+
+def _of_latents(
+    model: Any,
+    model_config: Any,
+    preset: str | None,
+    target_ratio: float | None,
+    given: Mapping[str, Any],
+    saved: Choice | None,
+) -> Choice:
+    """Chooses for a model that caches latents: measured rows decide only where a ratio is asked for."""
+    calibration = None if target_ratio is None else _measured(model, saved)
+    if calibration is not None:
+        ratio = as_ratio("target_ratio", target_ratio)
+        return _within(min(ratio, ratio_of(LATENT_LADDER[-1], calibration)), calibration, given)
+    return latent_choice(model_config, preset, target_ratio, given), None
+
+
+def _within(ratio: float, calibration: dict[str, Any], given: Mapping[str, Any]) -> Choice:
+    """Returns the precisions of least predicted loss within a ratio."""
+    budget = given.get("max_bytes") is not None and given.get("until_full", AUTO) is not None
+    fields, calibration = fields_for(calibration, ratio, until_full=budget)
+    return {**MEASURED_FIELDS, **fields}, calibration
 
 
 def _saved(model: Any) -> Choice | None:

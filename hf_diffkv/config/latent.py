@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arguments import as_ratio
+from ..heads.allocation import LATENT_LADDER
 from ..precision import Precision
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, head_size
 
 LEAST_KEY_BITS = 8
-# from the best to the smallest
-LATENT_LADDER = ("K8V8", "K8V6", "K8V5", "K8V4", "K8V3")
 # precision of the latents for the name of a preset
 LATENT_PRESETS = {"quality": "K8V8", "balanced": "K8V8", "small": "K8V6"}
 # levels of which the user gives only some
@@ -56,24 +55,27 @@ def levels_beside(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(LATENT_LEVELS)
 
 
+def latent_ratio(name: str, model_config: Any) -> float:
+    """Returns the bytes of a token at the precision `name` over its bytes in the model's dtype."""
+    # imported here, as the page format is needed for this alone
+    from ..pages.layout import uniform_token_bytes
+
+    dims, element_bytes = latent_dims(model_config) or (0, 0), head_size(model_config)[1]
+    return uniform_token_bytes(Precision.parse(name), *dims, element_bytes) / (sum(dims) * element_bytes)
+
+
 def latent_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
     """Returns config fields that store every latent at the best precision of `LATENT_LADDER` within a ratio.
 
     Raises:
         ValueError: the smallest precision does not reach the ratio.
     """
-    # imported here, as the page format is needed for this alone
-    from ..pages.layout import UNIFORM_NUMBERS, PageLayout
-
-    dims, element_bytes = latent_dims(model_config) or (0, 0), head_size(model_config)[1]
-    for name in LATENT_LADDER:
-        precision = Precision.parse(name)
-        layout = PageLayout.build(precision, precision, *dims, element_bytes, **UNIFORM_NUMBERS)
-        ratio = layout.high.token_bytes / (sum(dims) * element_bytes)
+    for name in reversed(LATENT_LADDER):
+        ratio = latent_ratio(name, model_config)
         if ratio <= target_ratio:
             return latent_fields(name)
     raise ValueError(
-        f"target_ratio={target_ratio} is below what {LATENT_LADDER[-1]} takes of this model's latents, {ratio:.3f}; "
+        f"target_ratio={target_ratio} is below what {LATENT_LADDER[0]} takes of this model's latents, {ratio:.3f}; "
         "raise it."
     )
 
@@ -94,10 +96,10 @@ def check_precisions(config: Any) -> None:
     layers = config.head_precisions or ()
     used = [("high", config.high), ("low", config.low)]
     used += [("head_precisions", each) for layer in layers for each in layer or () if each is not None]
+    known = ", ".join(reversed(LATENT_LADDER))
     for name, precision in used:
         if precision.k_bits < LEAST_KEY_BITS:
             raise ValueError(
                 f"{name}={precision.full_name}: this model caches latents, whose rotary keys need at least "
-                f"{LEAST_KEY_BITS} bits; give high and low as 'K8V8' or another of {', '.join(LATENT_LADDER)}, or "
-                "leave them out."
+                f"{LEAST_KEY_BITS} bits; give high and low as 'K8V8' or another of {known}, or leave them out."
             )

@@ -25,6 +25,8 @@ from .sensitivity import Sensitivity
 
 # docs/calibration.md compares it with others
 HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
+# of rows of latents (docs/latent.md), whose rotary keys need 8 bits
+LATENT_LADDER = ("K8V3", "K8V4", "K8V5", "K8V6", "K8V8")
 # each pair is a store of its own
 MOST_PAIRS = 6
 # precisions with which a layer may begin until a budget is full; the first one if all its heads end at the same
@@ -67,7 +69,7 @@ class Allocation:
 def allocate(
     sensitivity: Sensitivity,
     target_ratio: float,
-    ladder: Sequence[Precision | str] = HEAD_LADDER,
+    ladder: Sequence[Precision | str] | None = None,
     most_pairs: int | None = MOST_PAIRS,
     beginnings: Sequence[Precision | str] = (),
 ) -> Allocation:
@@ -81,7 +83,7 @@ def allocate(
         sensitivity: measured loss of the heads.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
             included.
-        ladder: precisions to choose from.
+        ladder: precisions to choose from; None takes `ladder_of` the model.
         most_pairs: highest number of different pairs in the model; None is unlimited.
         beginnings: precisions to begin with, from most to fewest bits; they are part of the ladder too.
 
@@ -92,7 +94,8 @@ def allocate(
     if most_pairs is not None and most_pairs < 1:
         raise ValueError(f"most_pairs={most_pairs} must be at least 1.")
     first = tuple(as_precision("beginnings", precision) for precision in beginnings)
-    chosen = tuple(dict.fromkeys((*(as_precision("ladder", precision) for precision in ladder), *first)))
+    given = ladder_of(sensitivity) if ladder is None else ladder
+    chosen = tuple(dict.fromkeys((*(as_precision("ladder", precision) for precision in given), *first)))
     if not chosen:
         raise ValueError("ladder is empty; give precisions to choose from.")
     check_ratio(target_ratio, sensitivity.shapes, sensitivity.element_bytes, chosen)
@@ -100,6 +103,11 @@ def allocate(
     budget = math.floor(target_ratio * problem.dense_bytes + 1e-9)
     found = problem.solve(budget, problem.kinds())
     return problem.allocation(found if most_pairs is None else _with_fewer(problem, budget, found, most_pairs))
+
+
+def ladder_of(sensitivity: Sensitivity) -> tuple[str, ...]:
+    """Returns the precisions from which a model's rows are chosen, by rising bytes."""
+    return LATENT_LADDER if sensitivity.latent else HEAD_LADDER
 
 
 def check_ratio(
@@ -158,14 +166,18 @@ def fields_for(
         )
     found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio, until_full)
     chosen = {TARGET_RATIO: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
-    return {"head_precisions": found.precisions}, {**calibration, **chosen}
+    # levels are not used, but checked
+    best = as_precision("ladder", LATENT_LADDER[-1])
+    levels = {"high": best, "low": best} if calibration[SENSITIVITY].get("latent") else {}
+    return {"head_precisions": found.precisions, **levels}, {**calibration, **chosen}
 
 
 @lru_cache(maxsize=16)
 def _allocated(sensitivity: str, target_ratio: float, until_full: bool) -> Allocation:
     """Caches `allocate` by the sensitivity as JSON, as every cache of a model needs the same allocation."""
     given = Sensitivity.from_dict(json.loads(sensitivity))
-    first = tuple(name for name in FIRST_RUNGS if until_full and given.knows(Precision.parse(name)))
+    rungs = FIRST_RUNGS if not given.latent else LATENT_LADDER[-1:]
+    first = tuple(name for name in rungs if until_full and given.knows(Precision.parse(name)))
     return allocate(given, target_ratio, beginnings=first)
 
 
@@ -199,7 +211,7 @@ def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> 
     if SENSITIVITY not in calibration:
         return ()
     sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
-    uniform = {ratio_of(name, calibration): name for name in HEAD_LADDER}
+    uniform = {ratio_of(name, calibration): name for name in ladder_of(sensitivity)}
     points = []
     for ratio in sorted({*uniform, *ratios}):
         name, loss = uniform.get(ratio), allocate(sensitivity, ratio).loss

@@ -36,6 +36,7 @@ class Sensitivity:
         documents: number of documents that the figures are means over.
         documents_digest: digest of the documents' tokens.
         mark: mark of the model, by which its copies and relatives are recognised; stored only by `save`.
+        latent: whether the model caches latents; then keys are rotary keys, values latents, and a layer has one row.
 
     Raises:
         ValueError: figures do not match the layers and heads of `shapes`, or are negative or not finite.
@@ -52,6 +53,7 @@ class Sensitivity:
     documents: int
     documents_digest: str
     mark: Mark | None = None
+    latent: bool = False
 
     def __post_init__(self) -> None:
         heads = [shape[0] for shape in self.shapes]
@@ -96,6 +98,8 @@ class Sensitivity:
         """Returns plain values for JSON without the mark, numbers to four significant digits."""
         values = asdict(self)
         del values[MARK_KEY]
+        if not self.latent:
+            del values["latent"]
         for name in ("keys", "values"):
             values[name] = [[_rounded(figure) for figure in layer] for layer in values[name]]
         for name in ("key_errors", "value_errors"):

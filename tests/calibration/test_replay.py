@@ -18,7 +18,7 @@ from hf_diffkv.calibration.replay import Damage, Replay, sampled_tokens
 from hf_diffkv.calibration.watched import watched_attention, watching
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.tasks import Document
-from tests.tiny_models import tiny_model
+from tests.tiny_models import LATENT, tiny_model
 
 COUNTED = [2, 3, 5, 8, 9]
 
@@ -77,12 +77,14 @@ def test_sampled_tokens_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert "forward" not in vars(head) and head.weight.shape[0] == 128
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 @torch.no_grad()
 def test_rows_of_several_layers_run_together(family: str) -> None:
     """Each row's logits are those of a dense cache with that row's keys and values."""
     kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2} if family in ("gemma3_text", "gpt_oss") else {}
-    model, given = tiny_model(family, "eager", num_hidden_layers=4, **kinds), document()
+    latent = family == "deepseek_v3"
+    options = {**kinds, **(LATENT if latent else {}), "num_hidden_layers": 4}
+    model, given = tiny_model(family, "eager", **options), document()
     with watching(model):
         replay = Replay(model, given.context, given.continuation, COUNTED)
         damages = [
@@ -98,7 +100,8 @@ def test_rows_of_several_layers_run_together(family: str) -> None:
             cache = DynamicCache(config=model.config)
             model(torch.tensor([given.context]), **passing(cache))
             layer = cache.layers[indices[damage.layer]]
-            layer.keys, layer.values = keys[None], values[None]
+            # Transformers has latents where others have keys
+            layer.keys, layer.values = (values[None], keys[None]) if latent else (keys[None], values[None])
             expected = model(torch.tensor([given.continuation]), **passing(cache)).logits[0, COUNTED]
             torch.testing.assert_close(next(rows), expected, rtol=1e-4, atol=1e-4)
 

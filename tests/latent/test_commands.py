@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from latent_models import latent_model, text
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, measure_heads
-from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.cli import main
-from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.heads.allocation import LATENT_LADDER
+from hf_diffkv.heads.lookup import FOLDER_VARIABLE
+from hf_diffkv.heads.sensitivity import Sensitivity
 from hf_diffkv.planning import ModelShape
 from hf_diffkv.running.models import TINY_LM
 
@@ -67,12 +69,35 @@ def test_inspect(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "K8V8" in capfd.readouterr().out
 
 
-def test_heads_are_not_measured(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_calibrate(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of latents get precisions of their ladder; presets stay, and a ratio uses what was measured."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "kept"))
+    arguments = ["calibrate", "--model", str(folder), "--length", "900", "--output", str(tmp_path / "run"), "--quiet"]
+    assert main([*arguments, "--ratio", "0.8"]) == 0
+    printed = capfd.readouterr().out
+    assert "K8V6 for all" in printed and "target_ratio=0.8" in printed
+    saved = DiffKVConfig.from_pretrained(tmp_path / "run")
+    ladder = [Precision.parse(name) for name in LATENT_LADDER]
+    assert saved.head_precisions and all(precision in ladder for (precision,) in saved.head_precisions)
+    assert saved.calibration["ratio"] <= 0.8
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert DiffKVCache(model, target_ratio=0.8).config.head_precisions == saved.head_precisions
+    assert [DiffKVCache(model, preset=name).config.high.name for name in ("balanced", "small")] == ["K8V8", "K8V6"]
+    cache = DiffKVCache(model, target_ratio=0.8)
+    text(model, cache, 4, (90,))
+    cache.check_integrity()
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    with pytest.raises(UnsupportedModelError, match="heads cannot be measured"):
-        measure_heads(model, tokenizer, length=600)
+
+def test_losses_of_latents(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = measure_heads(model, AutoTokenizer.from_pretrained(folder), length=900)
+    rope, rank = model.config.qk_rope_head_dim, model.config.kv_lora_rank
+    assert found.latent and found.shapes == ((1, rope, rank),) * model.config.num_hidden_layers
+    assert found.value_errors[2] > 9 * found.value_errors[4] > 81 * found.value_errors[8]
+    assert all(0 < loss < 1 for (loss,) in found.values)
+    assert Sensitivity.from_dict(found.to_dict()).latent
 
 
 def test_the_example(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
