@@ -104,12 +104,15 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
 @pytest.mark.parametrize("name", ["balanced", "quality"])
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a layer launches at most 12 kernels after attention, and only the first one reads the device."""
+    """Checks that a layer launches few kernels after attention, and only the first one reads the device.
+
+    Choosing codes takes three launches more, and a fifth of a prompt's time less (docs/notes/gpu-runs.md).
+    """
     store = new_store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32)
     with monkeypatch.context() as patches:
         found = launches_of_turns(store, patches)
     for after in found:
-        assert len(after) <= 12, " ".join(after)
+        assert len(after) <= (15 if "choose_codes_kernel" in after else 12), " ".join(after)
     if name == "balanced":
         # a layer with both tiers has the same launches
         per_head = DiffKVConfig.preset(name, window=8, low=Precision(3, 3), alpha_high=((0.0,), (float("inf"),)))

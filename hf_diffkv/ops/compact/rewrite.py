@@ -182,17 +182,20 @@ def rewrite_rows(
     given = sum(int((have - need).clamp(min=0).sum()) for _, _, have, need in plans)
     rows.pool.ensure_free(max(0, taken - given))
 
-    for tier in (HIGH, LOW):
+    # most prompts have nothing before them, or one tier: operations on no tokens would take longer than the others
+    held = [tier for tier in (HIGH, LOW) if stored[tier].row.numel()]
+    for tier in held:
         if rows.layout.selects:
             _close_holes(ops, rows, tier, stored[tier], keep[tier], plans[tier][0])
         else:
             _close_ranks(rows, tier, stored[tier], keep[tier], plans[tier][0])
-    for tier in (HIGH, LOW):
+    for tier in held if given else ():
         _give_pages(rows, tier, *plans[tier][2:])
     for tier in (HIGH, LOW):
         kept, after, have, need = plans[tier]
-        _take_pages(rows, tier, have, need)
-        _append(ops, rows, tier, kept, added[tier], feedback)
+        if added[tier].row.numel():
+            _take_pages(rows, tier, have, need)
+            _append(ops, rows, tier, kept, added[tier], feedback)
         rows.counts[tier].view(-1).copy_(after)
 
 

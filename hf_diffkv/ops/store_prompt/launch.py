@@ -82,7 +82,8 @@ def store_prompt(
             run(leave_window_kernel, grid(rows.slots), **tiles)
         given["codes"] = _choose_codes(rows, new, placement, given)
         if given["codes"] is not None:
-            run(store_new_kernel, (many, triton.cdiv(tokens, whole)), BLOCK=whole)
+            warps = NUM_WARPS if rows.layout.one_tier else ROUNDING_WARPS
+            run(store_new_kernel, (many, triton.cdiv(tokens, whole)), BLOCK=whole, num_warps=warps)
         else:
             run(store_new_kernel, grid(tokens), **tiles)
     else:
