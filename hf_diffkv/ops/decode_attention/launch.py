@@ -118,7 +118,7 @@ def decode_attention(
             sinks=None if softmax.sinks is None else softmax.sinks.contiguous(),
             output=output,
             shares=shares,
-            SPLIT_BLOCK=SPLIT_BLOCKS[scratch.splits > SPLIT_BLOCKS[0]],
+            SPLIT_BLOCK=SPLIT_BLOCKS[0] if scratch.splits <= SPLIT_BLOCKS[0] else SPLIT_BLOCKS[1],
             num_warps=FINISH_WARPS,
             **shared,
             **{**constants["finish"], **joining},
