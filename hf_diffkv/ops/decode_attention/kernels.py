@@ -14,7 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import STEP, columns, join_totals, row_counts, softmax_step, store_logits, store_peak, window_slots
+from .rows import (
+    STEP,
+    blocks_of,
+    columns,
+    join_totals,
+    no_tokens,
+    row_counts,
+    softmax_step,
+    store_logits,
+    store_peak,
+    store_split,
+    window_slots,
+)
 from .tier_math import (
     add_raw_values,
     add_tier_values,
@@ -29,8 +41,6 @@ from .tier_math import (
     no_zeros,
     padded,
     page_offset,
-    quarter,
-    quarter_count,
     query_sums,
     tier_products,
     tier_words,
@@ -154,18 +164,12 @@ def attend_kernel(
     split = tl.program_id(1)
     KEY_DIM: tl.constexpr = HIGH.key_dim
     VALUE_DIM: tl.constexpr = HIGH.value_dim
-    QUARTER: tl.constexpr = quarter(VALUE_DIM)
     COLUMNS: tl.constexpr = columns(GROUP)
     ELEMENT: tl.constexpr = query.dtype.element_ty
     high, low, window, place = row_counts(
         high_count, low_count, window_start, length, valid, sink_end, row, row // kv_heads, slots, sink_slots
     )
-    high_blocks = tl.cdiv(high, BLOCK)
-    paged_blocks = high_blocks + tl.cdiv(low, BLOCK)
-    all_blocks = paged_blocks + tl.cdiv(window, BLOCK)
-    share = tl.maximum(tl.cdiv(all_blocks, splits), MIN_BLOCKS)
-    first = split * share
-    last = tl.minimum(first + share, all_blocks)
+    high_blocks, paged_blocks, first, last = blocks_of(high, low, window, split, splits, MIN_BLOCKS, BLOCK)
 
     wide_row = row.to(tl.int64)
     heads = tl.arange(0, HEADS)
@@ -185,12 +189,7 @@ def attend_kernel(
         low_peaks = row_peaks + high_blocks * COLUMNS
         window_logits = row_logits + paged_blocks * BLOCK * COLUMNS
         window_peaks = row_peaks + paged_blocks * COLUMNS
-    quarters = tl.zeros((padded(QUARTER), HEADS), tl.float32)
-    state = (
-        tl.full((HEADS,), -float("inf"), tl.float32),
-        tl.zeros((HEADS,), tl.float32),
-        (quarters, quarters, quarters, quarters),
-    )
+    state = no_tokens(HEADS, VALUE_DIM)
     state = attend_tier(
         state, query_row, heads, pages, table, row_logits, row_peaks, tl.minimum(first, high_blocks),
         tl.minimum(last, high_blocks), high, logit_scale, cap, 1, HIGH, GROUP, BLOCK, ELEMENT, OPERAND, RAW, MODE,
@@ -207,13 +206,7 @@ def attend_kernel(
         tl.maximum(first - paged_blocks, 0) * BLOCK, tl.minimum((last - paged_blocks) * BLOCK, window), window,
         place, slots, sink_slots, logit_scale, cap, KEY_DIM, VALUE_DIM, GROUP, RAW,
     )  # fmt: skip
-    peak, total, acc = state
-    part_row = (wide_row * splits + split) * GROUP + heads
-    tl.store(partial_peak + part_row, peak, mask=heads < GROUP)
-    tl.store(partial_total + part_row, total, mask=heads < GROUP)
-    if first < last:
-        lane = tl.arange(0, padded(QUARTER))
-        for part in tl.static_range(4):
-            pointer = partial_output + part_row[None, :] * VALUE_DIM + part * QUARTER + lane[:, None]
-            mask = (heads < GROUP)[None, :] & (lane < quarter_count(VALUE_DIM, part))[:, None]
-            tl.store(pointer, acc[part], mask=mask)
+    store_split(
+        state, partial_output, partial_peak, partial_total, wide_row * splits + split, heads, first < last, GROUP,
+        VALUE_DIM,
+    )  # fmt: skip

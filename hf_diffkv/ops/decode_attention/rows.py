@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tier_math import padded, quarter, quarter_count
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 STEP = tl.constexpr(16)  # window tokens per step: a larger tile of uncompressed rows spills registers
 
@@ -95,3 +97,39 @@ def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
             # docs/notes/kernels.md
             pointer = tl.max_contiguous(pointer, (1, 2))
         tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])
+
+
+@triton.jit
+def blocks_of(high, low, window, split, splits, MIN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the number of high blocks and of all paged ones, and the first and last of a split's blocks."""
+    high_blocks = tl.cdiv(high, BLOCK)
+    paged_blocks = high_blocks + tl.cdiv(low, BLOCK)
+    all_blocks = paged_blocks + tl.cdiv(window, BLOCK)
+    share = tl.maximum(tl.cdiv(all_blocks, splits), MIN_BLOCKS)
+    first = split * share
+    return high_blocks, paged_blocks, first, tl.minimum(first + share, all_blocks)
+
+
+@triton.jit
+def no_tokens(HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Returns the softmax state of HEADS heads before any token: peak, total and four quarters of the output."""
+    quarters = tl.zeros((padded(quarter(VALUE_DIM)), HEADS), tl.float32)
+    peak = tl.full((HEADS,), -float("inf"), tl.float32)
+    return peak, tl.zeros((HEADS,), tl.float32), (quarters, quarters, quarters, quarters)
+
+
+@triton.jit
+def store_split(state, partial_output, partial_peak, partial_total, part, heads, attended, GROUP: tl.constexpr,
+                VALUE_DIM: tl.constexpr):  # fmt: skip
+    """Stores the softmax state of split `part` of all rows' splits; the output only if it has `attended` to tokens."""
+    QUARTER: tl.constexpr = quarter(VALUE_DIM)
+    peak, total, acc = state
+    row = part * GROUP + heads
+    tl.store(partial_peak + row, peak, mask=heads < GROUP)
+    tl.store(partial_total + row, total, mask=heads < GROUP)
+    if attended:
+        lane = tl.arange(0, padded(QUARTER))
+        for index in tl.static_range(4):
+            pointer = partial_output + row[None, :] * VALUE_DIM + index * QUARTER + lane[:, None]
+            mask = (heads < GROUP)[None, :] & (lane < quarter_count(VALUE_DIM, index))[:, None]
+            tl.store(pointer, acc[index], mask=mask)
