@@ -1,9 +1,9 @@
 """Everything that one wants to know of a GPU first, within 25 minutes: `python benchmarks/gpu_first_run.py`.
 
 Correctness of the kernels, attention, tokens per second within a budget of bytes, time to the first token, compaction,
-kernel settings, and steps over the length, in this order; then the tables and which targets are met. Each part has a
-time limit of its own. What fails, is missing or runs out of time is a line of the results, and the next part runs.
-`--parts` runs some of them, for example to go on where a run ended; `--minutes` shortens or lengthens all limits.
+latents, kernel settings, and steps over the length, in this order; then the tables and which targets are met. Each part
+has a time limit of its own. What fails, is missing or runs out of time is a line of the results, and the next part
+runs. `--parts` runs some of them, for example to go on where a run ended; `--minutes` shortens or lengthens all limits.
 Nothing needs to be installed: the checkout this file is in is what runs, beside the Python packages that are there.
 """
 
@@ -51,13 +51,14 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "tests": Part(400, None, ("kernels prompts models graphs captures", "memory")),
-    "attention": Part(240, "attention_gpu", ("--quick", "--models", "llama-3-8b")),
+    "tests": Part(400, None, ("kernels prompts models latents graphs captures", "memory")),
+    "attention": Part(210, "attention_gpu", ("--quick", "--models", "llama-3-8b")),
     "budget": Part(280, "decode_gpu", ("--parts", "budget", "--caches", *CACHES)),
     "first-token": Part(180, "ttft_gpu"),
     "compaction": Part(90, "memory_manager_gpu", ("--quick",)),
+    "latents": Part(60, "latent_gpu", ("--cases", "1x4096", "32x4096")),
     "sweep": Part(90, "attention_gpu", ("--sweep",)),
-    "length": Part(220, "decode_gpu", ("--parts", "length", "--contexts", "1024", "4096", "2048", "--caches", *STEPS)),
+    "length": Part(190, "decode_gpu", ("--parts", "length", "--contexts", "1024", "4096", "2048", "--caches", *STEPS)),
 }
 
 

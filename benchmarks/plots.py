@@ -77,6 +77,7 @@ PLOTS: dict[str, Callable[[list[dict], Path], Path | None]] = {
     "prompt_gpu": prompt,
     "decode_gpu": decode,
     "ttft_gpu": lambda rows, folder: None,
+    "latent_gpu": lambda rows, folder: None,
 }
 
 

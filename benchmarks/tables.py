@@ -134,6 +134,13 @@ def first_token(rows: list[dict]) -> str:
     return markdown(header, ([r.get(name) for name in names] for r in order))
 
 
+def latents(rows: list[dict]) -> str:
+    """A step's attention over latents, from the queries to the heads' outputs."""
+    order = sorted(rows, key=lambda r: (r["shape"], r["batch"], r["context"], -r["us"]))
+    names = ("shape", "batch", "context", "cache", "us", "latent_kernel_us", "finish_kernel_us", "other_us", "error")
+    return markdown(names, ([row.get(name) for name in names] for row in order))
+
+
 def decode(rows: list[dict]) -> str:
     """Time per token by length, its line, and tokens per second within a memory budget."""
     lengths = sorted((r for r in rows if r["kind"] == "length"), key=lambda r: (r["context"], r["cache"]))
@@ -170,6 +177,7 @@ TABLES: dict[str, Callable[[list[dict]], str]] = {
     "prompt_gpu": prompt,
     "decode_gpu": decode,
     "ttft_gpu": first_token,
+    "latent_gpu": latents,
 }
 
 

@@ -152,6 +152,18 @@ def test_prompt(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.slow
+def test_latents(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """All ways have the output of float32, fewer bits with larger errors."""
+    module = script("latent_gpu")
+    rows = run(module, tmp_path / "latent_gpu.jsonl", "--shapes", "deepseek")
+    errors = {row["cache"]: row["error"] for row in rows}
+    assert list(errors)[:2] == ["DynamicCache", "absorbed, exact latents"] and max(list(errors.values())[:3]) < 1e-4
+    assert 1e-4 < errors["DiffKV K8V8"] < errors["DiffKV K8V6"] < errors["DiffKV K8V4"] < module.LIMIT
+    script("tables").main(["--results", str(tmp_path)])
+    assert "| deepseek | 2 | 160 | DiffKV K8V4 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_first_tokens(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     module = script("ttft_gpu")
     rows = run(module, tmp_path / "ttft_gpu.jsonl")
