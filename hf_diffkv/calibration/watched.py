@@ -113,6 +113,8 @@ def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def watching(model: Any) -> Iterator[None]:
     """Makes the model use `watched_attention` within the block."""
     before = attention_of(model.config.get_text_config(decoder=True))
+    # left by a forward that was interrupted
+    WatchedLatents.expected = None
     AttentionInterface.register(WATCHED_NAME, watched_attention)
     AttentionMaskInterface.register(WATCHED_NAME, diffkv_mask)
     try:

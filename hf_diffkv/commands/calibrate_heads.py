@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..config.latent import LATENT_PRESETS, latent_dims, latent_ratio
 from ..config.presets import DEFAULT_PRESET, PRESETS, RATIOS
 from ..evaluation.errors import EvaluationError
 from ..heads.hub import CONFIG_NAME, QUERIES_NAME
@@ -16,9 +15,8 @@ from ..precision import Precision
 from .console import Interrupted, paragraph, progress, table
 from .options import output_of
 
-SMALL = "small"
-# ratio to try next for a model that caches latents
-SMALLER_LATENTS = 0.35
+# whose bytes are advised next for a model that caches latents
+SMALLER_LATENTS = "K8V5"
 
 
 def calibrate_heads(options: SimpleNamespace) -> None:
@@ -32,6 +30,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     from ..calibration.heads import config_for, measure
     from ..calibration.queries import keep_queries
     from ..calibration.texts import read_pieces
+    from ..config.latent import LATENT_PRESETS, latent_dims, latent_ratio
     from ..config.presets import head_size
     from ..evaluation.environment import describe_environment
     from ..heads.allocation import HEAD_LADDER, LATENT_LADDER, check_ratio
@@ -44,8 +43,8 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     if dims is None:
         default, plain, ladder = RATIOS[DEFAULT_PRESET], PRESETS[DEFAULT_PRESET]["high"], HEAD_LADDER
     else:
-        plain, ladder = Precision.parse(LATENT_PRESETS[SMALL]), LATENT_LADDER
-        default = math.ceil(1000 * latent_ratio(plain.name, model_config)) / 1000
+        plain, ladder = Precision.parse(LATENT_PRESETS["small"]), LATENT_LADDER
+        default = _rounded_up(latent_ratio(plain.name, model_config))
     ratio = default if options.ratio is None else options.ratio
     try:
         check_ratio(ratio, [(1, *(dims or (head_dim, head_dim)))], element_bytes, ladder)
@@ -76,14 +75,15 @@ def _report(
     options: SimpleNamespace, calibration: dict[str, Any], other: Precision, use: str, output: Path, kept: Path
 ) -> str:
     """Describes the result, compared with an uncalibrated model's precision, and next steps."""
-    from ..heads.allocation import SENSITIVITY, one_for_all
+    from ..heads.allocation import SENSITIVITY, one_for_all, ratio_of
 
     plain = one_for_all(other, calibration)
     rows = [
         ("each head its own bits", f"{calibration['ratio']:.1%}", f"{calibration['predicted_kl']:.4f}"),
         (f"not calibrated: {plain.precision} for all", f"{plain.ratio:.1%}", f"{plain.one_for_all:.4f}"),
     ]
-    smaller = SMALLER_LATENTS if calibration[SENSITIVITY].get("latent") else RATIOS[SMALL]
+    latent = calibration[SENSITIVITY].get("latent")
+    smaller = _rounded_up(ratio_of(SMALLER_LATENTS, calibration)) if latent else RATIOS["small"]
     again = shlex.join(["hf-diffkv", "calibrate", *_given(options), "--ratio", f"{smaller:g}"])
     return "\n".join(
         [
@@ -99,6 +99,10 @@ def _report(
             f"  {again}",
         ]
     )
+
+
+def _rounded_up(ratio: float) -> float:
+    return math.ceil(1000 * ratio) / 1000
 
 
 def _given(options: SimpleNamespace) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -78,6 +79,10 @@ def test_calibrate(
     assert main([*arguments, "--ratio", "0.8"]) == 0
     printed = capfd.readouterr().out
     assert "K8V6 for all" in printed and "target_ratio=0.8" in printed
+    advised = shlex.split(next(line for line in printed.splitlines() if "hf-diffkv calibrate" in line))
+    assert main([*advised[1:], "--quiet"]) == 0
+    assert "each head its own bits" in capfd.readouterr().out
+    assert main([*arguments, "--ratio", "0.8"]) == 0
     saved = DiffKVConfig.from_pretrained(tmp_path / "run")
     ladder = [Precision.parse(name) for name in LATENT_LADDER]
     assert saved.head_precisions and all(precision in ladder for (precision,) in saved.head_precisions)

@@ -34,7 +34,7 @@ QUICK = (
     r"^(decode_\w+-\w+(-K\dV\d)?-d128-g4-|decode_latent-K8V8-latents-h20-|(flash_forward|column_scores)-bf16-d128-padding-(sm_|gfx)"
     r"|past_(forward|scores)-K8V4-K4V2-bf16-d128-padding-(sm_|gfx)"
     r"|(store|load|copy)_tokens-K(8V4|4V2)-g11-d128|(find_victims|plan_rows|assign_pages|move_tokens)-K8V4-K4V2-d128|append-d128"
-    r"|(moment|feedback|round_keys-K5V4)-d128|(store_new|leave_window)-K5V4_unscored-d128"
+    r"|(moment|feedback|round_keys-K5V4)-d128|(store_new|leave_window|choose_codes)-K5V4_unscored-d128"
     r"|(sum_keys|fix_offsets|rotate)-K8V4_unscored-d128|(take_pages|advance)-K8V4_unscored-d64"
     r"|(decide|count|list|demote|close|level_window|level_new|advance)-K8V4-K4V2-d128)"
 )
