@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arguments import as_ratio
 from ..heads import lookup
-from ..heads.allocation import HEAD_LADDER, LATENT_LADDER, SENSITIVITY, fields_for, ratio_of
+from ..heads.allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
 from ..heads.sensitivity import MEASURED_FIELDS
 from . import files
 from .latent import latent_choice, latent_dims
@@ -68,8 +68,7 @@ def _of_latents(
     """Chooses for a model that caches latents: measured rows decide only where a ratio is asked for."""
     calibration = None if target_ratio is None else _measured(model, saved)
     if calibration is not None:
-        ratio = as_ratio("target_ratio", target_ratio)
-        return _within(min(ratio, ratio_of(LATENT_LADDER[-1], calibration)), calibration, given)
+        return _within(as_ratio("target_ratio", target_ratio), calibration, given)
     return latent_choice(model_config, preset, target_ratio, given), None
 
 

@@ -1,7 +1,7 @@
 """Triton kernel that rounds the keys of a prompt for the queries that read them (method: `rounding/reference.py`).
 
-Tiles are [channels, tokens], and a program is one warp, so that a thread has all channels of its token. In the kernel
-that stores keys, channels are spread over warps, and every sum over them would wait for all warps.
+Tiles are [channels, tokens], and a program is one warp, so that a sum over channels stays within it. In the kernel that
+stores keys, channels are spread over warps, and every sum over them would wait for all warps.
 """
 
 from __future__ import annotations
