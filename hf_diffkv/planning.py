@@ -10,7 +10,7 @@ import copy
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
 from .precision import Precision
 from .store import Store
+from .store.lowering_state import precisions_of
 from .store.state import GROWTH_PART, PAGE_ENTRIES
 
 INT = 4
@@ -186,7 +187,8 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
         return "/".join(precision.full_name for precision in reversed(smaller_first(set(precisions))))
 
     begins, ends = most_fitting(False) + 1, most_fitting(True)
-    precise, final = names(layer.high for layer in held), names(layer.low for layer in held)
+    rungs = [_precisions_of(layer, config) for layer, config in zip(compressed, held)]
+    precise, final = names(each[0] for each in rungs), names(each[-1] for each in rungs)
     return BudgetPlan(int(config.max_bytes or 0), precise, final, begins, ends)
 
 
@@ -210,8 +212,11 @@ def _fits_budget(
     # what a store keeps for its growth until it counts again (`Store.update_limit`)
     left = budget - budget // GROWTH_PART
     for (one, high, low), count in stores.items():
-        layout = PageLayout.of(replace(first, high=high, low=low), one.key_dim, one.value_dim, size, shape.limit)
-        capacities = (layout.high.capacity, layout.low.capacity)
+        own = next(c for layer, c in zip(compressed, configs) if (layer, c.high, c.low) == (one, high, low))
+        dims = (one.key_dim, one.value_dim, size)
+        layouts = PageLayout.of_pairs(own, _precisions_of(one, own), *dims, shape.limit)
+        layout = layouts[-1]
+        capacities = (layouts[0].high.capacity, layout.high.capacity, layout.low.capacity)
         rows = count * batch * one.num_key_value_heads
         width = -(-(stored + slots) // min(capacities)) + 2
         wide = max(size, INT)
@@ -221,10 +226,15 @@ def _fits_budget(
         if first.adaptive_rounding and layout.low.k_bits <= LARGEST_BITS and not moments:
             left -= count * one.num_key_value_heads * one.key_dim**2 * wide
         low_rows = batch * lowerable[one, high, low] if lowered else 0
-        pages = (rows - low_rows) * -(-stored // capacities[0]) + low_rows * -(-stored // capacities[1])
+        capacity = capacities[1] if lowered else capacities[0]
+        pages = (rows - low_rows) * -(-stored // capacity) + low_rows * -(-stored // capacities[2])
         # the null page, and entries of the free list
         left -= (pages + 1) * (layout.page_bytes + PAGE_ENTRIES)
     return left >= 0
+
+
+def _precisions_of(layer: LayerShape, config: DiffKVConfig) -> tuple[Precision, ...]:
+    return precisions_of(config, layer.key_dim, layer.value_dim)
 
 
 def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:

@@ -259,6 +259,14 @@ class LayerSimulation:
         self._store(row, head, (self._levels[row, head] == HIGH).nonzero().flatten(), LOW)
         self._moment, self._is_prompt = last
 
+    def begin_stage(self, low: SimPrecision) -> None:
+        """Takes the low precision as the high one, and another low one; no token may be high."""
+        if (self._levels == HIGH).any():
+            raise ValueError("tokens are left at the high level")
+        self.high, self.low = self.low, low
+        self._levels = torch.where(self._levels == LOW, HIGH, self._levels).to(torch.int8)
+        self.alpha_high.zero_()
+
     def levels(self) -> Tensor:
         """int8 [B, H, S]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""
         return self._levels.clone()

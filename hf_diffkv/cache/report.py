@@ -56,7 +56,8 @@ class MemoryReport:
         filled: share of the budget in use, without free pages, on the device where it is largest; None without one.
         until_full: name of the precision of all tokens until the budget is full, "K8V8/K6V5" if it is another one in
             some layers; None if tokens are chosen to stay within it, or without one.
-        lowered: number of tokens over layers, heads and requests that were lowered after they were stored.
+        lowered: number of tokens over layers, heads and requests that were lowered after they were stored, counted each
+            time.
         room: number of tokens that each request can still get once all are lowered; None without `until_full`.
     """
 
@@ -182,7 +183,7 @@ def _budget(stores: list[Store]) -> dict[str, Any]:
         return fields
     left = min(room([store for store in stores if store.device == device]) for device in used)
     lowered = sum(store.lowering.tokens for store in stores)
-    return fields | {"until_full": names_of(stores, "high"), "lowered": lowered, "room": left}
+    return fields | {"until_full": names_of(stores, 0), "lowered": lowered, "room": left}
 
 
 def held_bytes(cache: CacheContents) -> int:
@@ -243,7 +244,7 @@ def levels_of_request(
 
 def _precisions(store: Store, slot: int) -> tuple[str, ...]:
     """Returns the names of the precisions of a layer's heads."""
-    high, low = store.config.high.full_name, store.config.low.full_name
+    high, low = store.high.full_name, store.low.full_name
     if store.layout.selects:
         return (high if high == low else f"{high}/{low}",) * store.num_heads
     at_low = store.low_heads[slot]

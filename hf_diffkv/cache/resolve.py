@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..config.layers import layer_configs
 from ..heads.allocation import SENSITIVITY
-from ..heads.harm import Harm, harm_of
+from ..heads.harm import HarmBetween, harm_of
 from ..heads.lookup import measured_of, queries_of, tell_of_queries
 from ..heads.query_moments import QueryMoments
 from ..heads.sensitivity import Sensitivity
@@ -71,8 +71,8 @@ def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
     return QueryMoments.load(path)
 
 
-def harm_for(model: Any, config: DiffKVConfig, num_layers: int) -> Harm | None:
-    """Returns the loss by lowering each head of a measured model; None if it is not known, or nothing is lowered.
+def harm_for(model: Any, config: DiffKVConfig, num_layers: int) -> HarmBetween | None:
+    """Returns the loss by lowering heads of a measured model; None if it is not known, or nothing is lowered.
 
     Args:
         model: loaded model, or its configuration, for which only `config.calibration` is looked at.
@@ -85,8 +85,7 @@ def harm_for(model: Any, config: DiffKVConfig, num_layers: int) -> Harm | None:
     measured = measured_of(model) if kept is None else Sensitivity.from_dict(kept)
     if measured is None or len(measured.shapes) != num_layers:
         return None
-    layers = layer_configs(config, num_layers)
-    return harm_of(measured, [(layer.high, layer.low) for layer in layers])
+    return partial(harm_of, measured)
 
 
 def _has_few_bits(config: DiffKVConfig) -> bool:

@@ -235,7 +235,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
     for name in ROW_STATE:
         tensors[f"store{index}.{name}"] = getattr(store, name).clone()
     # earlier releases know no lowered tokens
-    lowered = {"lowered": store.lowering.tokens} if store.lowering.active else {}
+    lowered = {"lowered": store.lowering.tokens, "stage": store.stage} if store.lowering.active else {}
     return {
         "num_layers": store.num_layers,
         "batch_size": store.batch_size,
@@ -267,8 +267,12 @@ def _restore_store(
     if any(not same_pages(config, configs[0]) for config in configs):
         raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")
     store = stores.make_store(layers[0], len(slots), described["batch_size"], heads)
-    if described["page_bytes"] != store.layout.page_bytes:
+    # earlier releases knew two precisions without stages
+    stage = described.get("stage", 0)
+    unknown = "stage" not in described and len(store.layouts) > 1
+    if unknown or described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
+    store.begin_stage(stage)
     for name in ROW_STATE:
         target = getattr(store, name)
         # the key offset is empty if keys are not centred, and absent in version 1; sinks are absent in versions 1 and 2

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..config.layers import layer_configs, same_pages
-from ..heads.harm import Harm
+from ..heads.harm import HarmBetween
 from ..heads.query_moments import QueryMoments
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, settle, withdraw
 from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
@@ -74,8 +74,8 @@ class Stores:
         self.all: list[Store] = []
         # moments of the model's queries, if known; stores read them
         self.moments: QueryMoments | None = None
-        # loss by lowering each head, if known
-        self.harm: Harm | None = None
+        # loss by lowering heads, if known
+        self.harm: HarmBetween | None = None
         # `max_bytes` in bytes, by device
         self._budgets: dict[torch.device, int] = {}
         # logical tokens seen by each layer; the layers refer to this object, which must not refer back to them, or a
@@ -226,15 +226,19 @@ class Stores:
                 self._budgets[heads.device] = budget_of(config.max_bytes, heads.device)
             config = dataclasses.replace(config, max_bytes=self._budgets[heads.device])
         store = Store(config, layers, batch_size, heads, **sizes)
-        store.moments, store.lowering.harm = self.moments, self._harm_of(heads.num_heads)
+        store.moments, store.lowering.harm = self.moments, self._harm_of(store)
         return store
 
-    def _harm_of(self, num_heads: int) -> np.ndarray | None:
-        """Returns `LoweringState.harm` for layers of `num_heads` heads here; zero for layers of other numbers."""
+    def _harm_of(self, store: Store) -> np.ndarray | None:
+        """Returns `LoweringState.harm` of a store; zero for layers of other numbers of heads."""
         if self.harm is None:
             return None
-        shared = [self.tensor_parallel.share(layer, num_heads) for layer in self.harm]
-        return np.array([layer if len(layer) == num_heads else (0.0,) * num_heads for layer in shared])
+        heads = store.num_heads
+        moves = [self.harm(*pair) for pair in zip(store.precisions, store.precisions[1:])]
+        if None in moves:
+            return None
+        shared = [[self.tensor_parallel.share(layer, heads) for layer in move] for move in moves]
+        return np.array([[layer if len(layer) == heads else (0.0,) * heads for layer in move] for move in shared])
 
     def _make_room_beside(self, store: Store) -> None:
         self.share_budget(store)

@@ -80,9 +80,10 @@ class DiffKVConfig:
             that is free when a cache stores its first tokens; None is unlimited.
         until_full: precision of all tokens until `max_bytes` is full. From then on whole heads of a request are lowered
             to their final precision, the least harmful ones first; when all are, a `MemoryError` ends the generation.
-            "auto" takes K8V8 if no level depends on significance and some head ends at fewer bits, else None. A layer
-            whose heads have two final precisions begins with the higher one. None raises thresholds instead, and
-            prunes tokens.
+            "auto" takes K8V8 if no level depends on significance and some head ends at fewer bits, else None; heads
+            then go from K8V8 to K6V5 before they go to a final precision of at most K4V4. If a precision is named,
+            heads go to their final one at once, and a layer whose heads have two final precisions begins with the
+            higher one. None raises thresholds instead, and prunes tokens.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. With a
             `compile_config` of `generate()` the forward is compiled first.
 
@@ -218,11 +219,13 @@ class DiffKVConfig:
         Returns:
             A configuration without `head_precisions`, with thresholds as one number or one per KV head. If heads have
             precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, all begin
-            at `high`, which is `until_full`, and heads with an infinite `alpha_high` end at `low`.
+            at `until_full` and go through `precisions_in_turn`; heads with an infinite `alpha_high` end at `low`, the
+            others at `high`.
         """
         if self.precise is not None:
-            rungs = rungs_of(self, index)
-            return dataclasses.replace(self, head_precisions=None, alpha_low=0.0, until_full=rungs.high, **vars(rungs))
+            rungs = dict(vars(rungs_of(self, index)))
+            first = rungs.pop("first")
+            return dataclasses.replace(self, head_precisions=None, alpha_low=0.0, until_full=first, **rungs)
         if self.max_bytes is not None and self.until_full is not None:
             # what holds for all layers is decided by the whole
             return dataclasses.replace(self, until_full=None).of_layer(index)

@@ -14,6 +14,8 @@ from .checks import HeadPrecisions, Threshold, paired, payload_bits
 AUTO = "auto"
 # 8 bits are as good as exact, and quantising them again adds at most 1.5 % to the squared error of 5 bits
 PRECISE = Precision(8, 8)
+# between K8V8 and final precisions of at least two key bits less, to whose squared error it adds some 6 %
+MIDDLE = Precision(6, 5)
 # final precisions of a layer's heads; one if all heads have the same
 Finals = tuple[Precision, ...]
 
@@ -41,14 +43,16 @@ class BudgetFields(Protocol):
 
 @dataclass(frozen=True)
 class Rungs:
-    """Both precisions of a layer that is precise until the budget is full.
+    """Precisions of a layer that is precise until the budget is full.
 
     Attributes:
-        high: precision of all tokens at first, and the final one of heads that are never lowered.
+        first: precision of all tokens at first.
+        high: last precision before `low`, and the final one of heads that never get `low`.
         low: final precision of the other heads; if there are none, that of other layers with the same `high`.
-        alpha_high: infinite for heads that are lowered, 0 for others; a number for all heads, or one for each.
+        alpha_high: infinite for heads that end at `low`, 0 for others; a number for all heads, or one for each.
     """
 
+    first: Precision
     high: Precision
     low: Precision
     alpha_high: Union[float, tuple[float, ...]]
@@ -86,11 +90,16 @@ def _finals_of(config: BudgetFields, index: int) -> Finals | None:
 
 
 def _first_of(config: BudgetFields, finals: Finals) -> Precision:
-    """Returns the precision that a layer's tokens have at first: the higher of its two, or `until_full`."""
+    """Returns the precision that a layer's tokens have at first: K8V8, or what `until_full` names.
+
+    If it names one, layers with two final precisions begin with the higher one of these.
+    """
+    highest = smaller_first(set(finals))[-1]
+    if not isinstance(config.until_full, Precision):
+        return max(highest, PRECISE, key=payload_bits)
     if len(finals) > 1:
-        return smaller_first(set(finals))[-1]
-    precise = config.until_full if isinstance(config.until_full, Precision) else PRECISE
-    return finals[0] if payload_bits(finals[0]) >= payload_bits(precise) else precise
+        return highest
+    return max(highest, config.until_full, key=payload_bits)
 
 
 def check_until_full(config: BudgetFields) -> None:
@@ -125,7 +134,7 @@ def check_until_full(config: BudgetFields) -> None:
 def precise_of(config: BudgetFields) -> Precision | None:
     """Returns the precision of tokens until `max_bytes` is full; None if tokens are chosen to stay within it.
 
-    Layers whose heads have two final precisions begin with the higher one instead.
+    Layers whose heads have two final precisions begin with the higher one instead if `until_full` names a precision.
     """
     if config.max_bytes is None or config.until_full is None:
         return None
@@ -138,12 +147,42 @@ def precise_of(config: BudgetFields) -> Precision | None:
 def rungs_of(config: BudgetFields, index: int) -> Rungs:
     """Returns the rungs of one compressed layer; the configuration must have a `precise_of`."""
     layers = final_precisions(config) or ()
-    finals = layers[index if len(layers) > 1 else 0]
-    high = _first_of(config, finals)
-    lower = {*finals} - {high}
-    if not lower:
-        partners = ({*others} - {high} for others in layers if _first_of(config, others) == high)
-        return Rungs(high, next((low for lows in partners for low in lows), high), 0.0)
-    (low,) = lower
-    one = len(finals) == 1
-    return Rungs(high, low, math.inf if one else tuple(math.inf if each == low else 0.0 for each in finals))
+    own = _own_rungs(config, layers[index if len(layers) > 1 else 0])
+    if own.low != own.high:
+        return own
+    others = (_own_rungs(config, finals) for finals in layers)
+    partner = next((other.low for other in others if other.high == own.high != other.low), own.low)
+    return dataclasses.replace(own, low=partner)
+
+
+def _own_rungs(config: BudgetFields, finals: Finals) -> Rungs:
+    """Returns a layer's rungs from its final precisions alone; `low` is `high` if nothing is lowered."""
+    first, (low, *more) = _first_of(config, finals), smaller_first(set(finals))
+    if more:
+        return Rungs(first, more[-1], low, tuple(math.inf if each == low else 0.0 for each in finals))
+    if low == first:
+        return Rungs(first, first, first, 0.0)
+    by_middle = not isinstance(config.until_full, Precision) and _goes_between(MIDDLE, first, low)
+    return Rungs(first, MIDDLE if by_middle else first, low, math.inf)
+
+
+def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
+    """Returns the precisions that tokens of a layer have one after the other, from first to last, at least two.
+
+    Args:
+        config: configuration of the layer (`DiffKVConfig.of_layer`).
+    """
+    first = config.until_full
+    if not isinstance(first, Precision) or first == config.high:
+        return config.high, config.low
+    middle = (MIDDLE,) if _goes_between(MIDDLE, first, config.high) else ()
+    return first, *middle, config.high, config.low
+
+
+def _goes_between(middle: Precision, first: Precision, last: Precision) -> bool:
+    """Returns whether tokens go from `first` to `last` by `middle`, which is worth another rounding.
+
+    Keys lose two bits and values one at least from `middle` to `last`.
+    """
+    fewer = middle.k_bits < first.k_bits and middle.v_bits < first.v_bits
+    return fewer and last.k_bits <= middle.k_bits - 2 and last.v_bits < middle.v_bits

@@ -29,10 +29,9 @@ HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 LATENT_LADDER = ("K8V3", "K8V4", "K8V5", "K8V6", "K8V8")
 # each pair is a store of its own
 MOST_PAIRS = 6
-# precisions with which a layer may begin until a budget is full; the first one if all its heads end at the same
-FIRST_RUNGS = ("K8V8", "K6V5", "K5V4")
-# weight of the loss at the beginning beside that at the end
-BEGINNING_WEIGHT = 0.5
+# the higher one of a layer's two final precisions under a budget, as its heads come by it from K8V8; layers whose heads
+# end at the same one come by the first
+LAST_RUNGS = ("K6V5", "K5V4")
 # keys of a configuration's calibration
 SENSITIVITY, TARGET_RATIO = "sensitivity", "target_ratio"
 # number of neighbouring choices of pairs that are tried in turn
@@ -51,7 +50,7 @@ class Allocation:
         precisions: one precision for each compressed layer and KV head.
         ratio: bytes of a stored token over its bytes in the model's dtype, over all layers and heads.
         loss: predicted mean KL to the dense cache, in nats.
-        first: precision with which layers of one precision begin; None if they begin with their own.
+        first: precision beside which layers of one precision are stored; None if they are alone.
     """
 
     precisions: tuple[tuple[Precision, ...], ...]
@@ -71,13 +70,12 @@ def allocate(
     target_ratio: float,
     ladder: Sequence[Precision | str] | None = None,
     most_pairs: int | None = MOST_PAIRS,
-    beginnings: Sequence[Precision | str] = (),
+    highs: Sequence[Precision | str] = (),
 ) -> Allocation:
     """Allocates the precisions of least predicted loss.
 
-    With `beginnings` they are the final ones of a cache with a budget: a layer begins with the higher of its two
-    precisions, which is one of `beginnings`, or with their first if it has only one. The loss with which layers begin
-    counts as well.
+    With `highs` they are the final ones of a cache with a budget: the higher of a layer's two precisions is one of
+    `highs`.
 
     Args:
         sensitivity: measured loss of the heads.
@@ -85,7 +83,7 @@ def allocate(
             included.
         ladder: precisions to choose from; None takes `ladder_of` the model.
         most_pairs: highest number of different pairs in the model; None is unlimited.
-        beginnings: precisions to begin with, from most to fewest bits; they are part of the ladder too.
+        highs: higher precisions of pairs; they are part of the ladder too.
 
     Raises:
         ValueError: the smallest precision does not reach the ratio, or precisions were not measured or do not fit the
@@ -93,13 +91,13 @@ def allocate(
     """
     if most_pairs is not None and most_pairs < 1:
         raise ValueError(f"most_pairs={most_pairs} must be at least 1.")
-    first = tuple(as_precision("beginnings", precision) for precision in beginnings)
+    higher = tuple(as_precision("highs", precision) for precision in highs)
     given = ladder_of(sensitivity) if ladder is None else ladder
-    chosen = tuple(dict.fromkeys((*(as_precision("ladder", precision) for precision in given), *first)))
+    chosen = tuple(dict.fromkeys((*(as_precision("ladder", precision) for precision in given), *higher)))
     if not chosen:
         raise ValueError("ladder is empty; give precisions to choose from.")
     check_ratio(target_ratio, sensitivity.shapes, sensitivity.element_bytes, chosen)
-    problem = _Problem(sensitivity, chosen, tuple(map(chosen.index, first)))
+    problem = _Problem(sensitivity, chosen, tuple(map(chosen.index, higher)))
     budget = math.floor(target_ratio * problem.dense_bytes + 1e-9)
     found = problem.solve(budget, problem.kinds())
     return problem.allocation(found if most_pairs is None else _with_fewer(problem, budget, found, most_pairs))
@@ -154,7 +152,7 @@ def fields_for(
     Args:
         calibration: calibration with the measured loss of heads, as `hf-diffkv calibrate` writes it.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype.
-        until_full: whether these are final precisions, and layers begin with one of `FIRST_RUNGS`.
+        until_full: whether these are final precisions of a cache with a budget.
 
     Raises:
         ValueError: the calibration has no such measurements, or the ratio cannot be met (`allocate`).
@@ -176,9 +174,9 @@ def fields_for(
 def _allocated(sensitivity: str, target_ratio: float, until_full: bool) -> Allocation:
     """Caches `allocate` by the sensitivity as JSON, as every cache of a model needs the same allocation."""
     given = Sensitivity.from_dict(json.loads(sensitivity))
-    rungs = FIRST_RUNGS if not given.latent else LATENT_LADDER[-1:]
-    first = tuple(name for name in rungs if until_full and given.knows(Precision.parse(name)))
-    return allocate(given, target_ratio, beginnings=first)
+    rungs = LAST_RUNGS if not given.latent else LATENT_LADDER[-1:]
+    highs = tuple(name for name in rungs if until_full and given.knows(Precision.parse(name)))
+    return allocate(given, target_ratio, highs=highs)
 
 
 @dataclass(frozen=True)
@@ -290,10 +288,8 @@ def _neighbours(problem: _Problem, stores: set[Kind], most: int) -> Iterator[set
 class _Problem:
     """Bytes and losses of each layer's heads at each precision of the ladder."""
 
-    def __init__(
-        self, sensitivity: Sensitivity, ladder: tuple[Precision, ...], beginnings: tuple[int, ...] = ()
-    ) -> None:
-        self.ladder, self.beginnings, size = ladder, beginnings, sensitivity.element_bytes
+    def __init__(self, sensitivity: Sensitivity, ladder: tuple[Precision, ...], highs: tuple[int, ...] = ()) -> None:
+        self.ladder, self.highs, size = ladder, highs, sensitivity.element_bytes
         self.dense_bytes = sum(heads * (key + value) * size for heads, key, value in sensitivity.shapes)
         self.bytes = [
             [uniform_token_bytes(p, key, value, size) for p in ladder] for _, key, value in sensitivity.shapes
@@ -307,10 +303,10 @@ class _Problem:
         self.least = min(range(len(ladder)), key=self._size)
 
     def kinds(self) -> set[Kind]:
-        """Returns all pairs and all single precisions; with `beginnings` the pairs that begin with one of them."""
+        """Returns all pairs and all single precisions; with `highs` the pairs of which the higher is one of them."""
         places = range(len(self.ladder))
-        if self.beginnings:
-            pairs = ((first, place) for first in self.beginnings for place in places if place != first)
+        if self.highs:
+            pairs = ((first, place) for first in self.highs for place in places if place != first)
             return {frozenset(pair) for pair in pairs if self._size(pair[1]) < self._size(pair[0])}
         return {frozenset(kind) for count in (1, 2) for kind in combinations(places, count)}
 
@@ -319,24 +315,20 @@ class _Problem:
 
     def kind_of(self, places: Iterable[int]) -> Kind:
         """Returns the kind of a layer with these positions."""
-        return frozenset(places) | (frozenset(self.beginnings[:1]) if len({*places}) == 1 else frozenset())
+        return frozenset(places) | (frozenset(self.highs[:1]) if len({*places}) == 1 else frozenset())
 
     def stores(self, solution: _Solution) -> set[Kind]:
         """Returns the kinds that need a store each."""
         kinds = _stores({self.kind_of(layer) for layer in solution.places})
-        # a layer that ends where it begins may be in the store of any that begins there
-        alone = frozenset(self.beginnings[:1])
+        # a layer that has only that may be in the store of any pair with it
+        alone = frozenset(self.highs[:1])
         return kinds - {alone} | {alone | {self.least}} if alone in kinds and alone else kinds
 
     def allocation(self, solution: _Solution) -> Allocation:
         taken = sum(sizes[place] for sizes, places in zip(self.bytes, solution.places) for place in places)
         precisions = tuple(tuple(self.ladder[place] for place in places) for places in solution.places)
-        loss = solution.loss
-        if self.beginnings:
-            of_layers = zip(self.losses, solution.places)
-            loss = sum(float(losses[np.arange(len(places)), places].sum()) for losses, places in of_layers)
-        first = self.ladder[self.beginnings[0]] if self.beginnings else None
-        return Allocation(precisions, taken / self.dense_bytes, float(loss), first)
+        first = self.ladder[self.highs[0]] if self.highs else None
+        return Allocation(precisions, taken / self.dense_bytes, float(solution.loss), first)
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
         """Minimises the loss within `budget` bytes of a token, with each layer's precisions from one of `kinds`."""
@@ -382,14 +374,13 @@ class _Problem:
         # heads with the largest gain first
         order = np.argsort(losses[:, high] - losses[:, low], kind="stable")
         found: dict[int, LayerChoice] = {}
-        # a layer whose heads all end at the same precision begins with the first
-        whole = low in self.beginnings[:1] or high in self.beginnings[:1]
-        begins = BEGINNING_WEIGHT * float(losses[:, high].sum()) if self.beginnings else 0.0
+        # a layer whose heads all have the same precision is in the store of a pair with the first of `highs`
+        whole = low in self.highs[:1] or high in self.highs[:1]
         for count in range(0, heads + 1) if whole else range(1, heads):
             places = np.full(heads, low)
             places[order[:count]] = high
             taken = count * sizes[high] + (heads - count) * sizes[low]
-            loss = float(losses[np.arange(heads), places].sum()) + begins
+            loss = float(losses[np.arange(heads), places].sum())
             if taken not in found or loss < found[taken][0]:
                 found[taken] = loss, tuple(places.tolist())
         return found

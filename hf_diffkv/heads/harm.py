@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..precision import Precision
@@ -10,31 +10,33 @@ from .sensitivity import Sensitivity
 
 # loss of each KV head, by compressed layer
 Harm = tuple[tuple[float, ...], ...]
+# harm by lowering heads from one precision to another; None if it is not known
+HarmBetween = Callable[[Precision, Precision], Harm | None]
 
 
-def harm_of(measured: Sensitivity, rungs: Sequence[tuple[Precision, Precision]]) -> Harm | None:
+def harm_of(measured: Sensitivity, precise: Precision, final: Precision) -> Harm | None:
     """Returns the predicted KL by which each head's loss grows; None if some bits were not measured.
 
     Groups were not measured; they change the loss of all heads alike, and so are left out.
 
     Args:
-        rungs: precision before and after lowering, by compressed layer.
+        precise: precision before lowering.
+        final: precision after lowering.
     """
-    layers = [
-        _growth(measured, layer, *(replace(p, k_groups=1, v_groups=1) for p in pair))
-        for layer, pair in enumerate(rungs)
-    ]
-    return None if None in layers else tuple(growth for growth in layers if growth is not None)
-
-
-def _growth(measured: Sensitivity, layer: int, precise: Precision, final: Precision) -> tuple[float, ...] | None:
-    errors = ({16: 0.0, **measured.key_errors}, {16: 0.0, **measured.value_errors})
-    heads = range(measured.shapes[layer][0])
+    precise, final = (replace(each, k_groups=1, v_groups=1) for each in (precise, final))
     if precise == final:
-        return (0.0,) * len(heads)
-    if final.k_bits not in errors[0] or final.v_bits not in errors[1]:
+        return tuple((0.0,) * shape[0] for shape in measured.shapes)
+    if not _known(measured, final):
         return None
     # bits that were not measured are more than those that were, and lose next to nothing
-    known = precise.k_bits in errors[0] and precise.v_bits in errors[1]
-    before = [measured.loss(layer, head, precise) if known else 0.0 for head in heads]
-    return tuple(max(0.0, measured.loss(layer, head, final) - before[head]) for head in heads)
+    known = _known(measured, precise)
+
+    def growth(layer: int, head: int) -> float:
+        before = measured.loss(layer, head, precise) if known else 0.0
+        return max(0.0, measured.loss(layer, head, final) - before)
+
+    return tuple(tuple(growth(layer, head) for head in range(s[0])) for layer, s in enumerate(measured.shapes))
+
+
+def _known(measured: Sensitivity, precision: Precision) -> bool:
+    return precision.k_bits in {16, *measured.key_errors} and precision.v_bits in {16, *measured.value_errors}

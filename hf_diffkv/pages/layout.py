@@ -26,6 +26,7 @@ described in `pages/segments.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Protocol
@@ -143,11 +144,13 @@ class PageLayout:
         *,
         metadata_bits: int = 32,
         position_bytes: int = 4,
+        others: tuple[Precision, ...] = (),
     ) -> PageLayout:
         """Builds the layout with the page size that both tiers fill best.
 
         Args:
             high, low: precision of each tier.
+            others: precisions that pages of this size hold at other times.
             key_dim, value_dim: elements of one head's key and value.
             element_bytes: bytes of one element of the model's dtype; used at 16 bits.
             page_bytes: upper limit on the page size; None takes `TARGET_PAGE_BYTES`.
@@ -160,7 +163,7 @@ class PageLayout:
         """
         if (metadata_bits, position_bytes) not in ((32, 4), (32, 0), (16, 4), (16, 2), (16, 0)):
             raise ValueError(f"there are no pages with metadata_bits={metadata_bits}, position_bytes={position_bytes}.")
-        for name, precision in (("high", high), ("low", low)):
+        for name, precision in (("high", high), ("low", low), *(("until_full", other) for other in others)):
             _check_divides(name, precision, key_dim, value_dim)
         number_bytes = metadata_bits // 8
         sizes = {
@@ -172,14 +175,16 @@ class PageLayout:
                 number_bytes if position_bytes else 0,
                 position_bytes,
             )
-            for precision in (high, low)
+            for precision in (high, low, *others)
         }
-        smallest = _starts(sizes[high], 1 if page_bytes is not None else MIN_TOKENS)[-1]
+        tokens = 1 if page_bytes is not None else MIN_TOKENS
+        widest = max((high, *others), key=lambda each: _starts(sizes[each], tokens)[-1])
+        smallest = _starts(sizes[widest], tokens)[-1]
         largest = max(TARGET_PAGE_BYTES, _round_up(smallest, PAGE_ALIGNMENT)) if page_bytes is None else page_bytes
         limit = largest // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         if smallest > limit:
             raise ValueError(
-                f"page_bytes={page_bytes} cannot hold one {high.name} token of {smallest} bytes; raise page_bytes."
+                f"page_bytes={page_bytes} cannot hold one {widest.name} token of {smallest} bytes; raise page_bytes."
             )
         best, best_fill = 0, -1.0
         for size in range(_round_up(smallest, PAGE_ALIGNMENT), limit + 1, PAGE_ALIGNMENT):
@@ -203,12 +208,34 @@ class PageLayout:
         Args:
             max_positions: upper bound on a request's tokens; None if unknown. Other arguments as in `build`.
         """
+        return cls.of_pairs(config, (config.high, config.low), key_dim, value_dim, element_bytes, max_positions)[0]
+
+    @classmethod
+    def of_pairs(
+        cls,
+        config: PageFields,
+        precisions: Sequence[Precision],
+        key_dim: int,
+        value_dim: int,
+        element_bytes: int,
+        max_positions: int | None,
+    ) -> tuple[PageLayout, ...]:
+        """Builds the layouts of pages that hold two neighbours of `precisions` at a time, all of one size.
+
+        Args:
+            precisions: at least two, one after the other.
+            max_positions: as in `of`. Other arguments as in `build`.
+        """
         few = max_positions is not None and max_positions <= NARROW_POSITIONS
         position_bytes = 2 if few and config.metadata_bits == 16 else 4
-        return cls.build(
-            *(config.high, config.low, key_dim, value_dim, element_bytes, config.page_bytes),
-            metadata_bits=config.metadata_bits,
-            position_bytes=position_bytes if config.selects else 0,
+        return tuple(
+            cls.build(
+                *(high, low, key_dim, value_dim, element_bytes, config.page_bytes),
+                metadata_bits=config.metadata_bits,
+                position_bytes=position_bytes if config.selects else 0,
+                others=tuple(each for each in dict.fromkeys(precisions) if each not in (high, low)),
+            )
+            for high, low in zip(precisions, precisions[1:])
         )
 
 
@@ -276,6 +303,11 @@ def _tier(precision: Precision, sizes: tuple[int, ...], key_dim: int, value_dim:
         page_bytes=page_bytes,
         **{f"{place}_offset": start for place, start in zip(places, _starts(sizes, capacity))},
     )
+
+
+def fits(precision: Precision, key_dim: int, value_dim: int) -> bool:
+    """Returns whether rows of codes of a head's keys and values are whole bytes."""
+    return key_dim % _per_byte(precision.k_bits) == 0 == value_dim % _per_byte(precision.v_bits)
 
 
 def _check_divides(name: str, precision: Precision, key_dim: int, value_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Moves all tokens of whole rows from the high to the low precision.
+"""Moves all tokens of whole rows from the high to the low precision, and stores from stage to stage.
 
 Memory beside the pages is that of `TOKENS_AT_ONCE` tokens or of the longest row, dense. No pages are needed, as each
 row gives up its pages before it takes fewer.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,32 @@ from .state import Store
 
 # tokens that are lowered at once, unless a single row has more
 TOKENS_AT_ONCE = 1 << 16
+
+
+def lower_to(store: Store, rungs: np.ndarray) -> None:
+    """Lowers rows stage by stage to a precision each.
+
+    Args:
+        rungs: index of each row's precision among `Store.precisions` from the store's high one on, int64 [layers,
+            batch, heads]; 0 leaves a row at the high precision. If some are above 1, all are at least one less.
+    """
+    rungs = rungs.copy()
+    while rungs.max() > 1:
+        lower_rows(store, ~store.low_heads)
+        _begin_next_stage(store)
+        rungs -= 1
+    lower_rows(store, torch.from_numpy(rungs == 1).to(store.device) & ~store.low_heads)
+
+
+def _begin_next_stage(store: Store) -> None:
+    """Makes the low tier, in which all tokens are, the high one."""
+    # all in place, as in `lower_rows`
+    table = store.table.table
+    table.copy_(table.flip(-1))
+    store.high_count.copy_(store.low_count)
+    store.low_count.zero_()
+    store.alpha_high.zero_()
+    store.begin_stage(store.stage + 1)
 
 
 def lower_rows(store: Store, chosen: Tensor) -> None:

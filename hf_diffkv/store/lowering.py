@@ -1,8 +1,9 @@
 """Keeps stores under `max_bytes` by lowering whole rows from their first to their final precision (`until_full`).
 
 All tokens of a row (layer, request, KV head) have one precision: the high one of its store, or the low one once its
-`alpha_high` is infinite. Rows that lose least for each byte go first, over all stores that share a budget. Pages that
-one store gives back are taken by others. What is lowered stays so, and nothing is lowered more than once.
+`alpha_high` is infinite. A store goes through stages: once all its rows are low, the low precision becomes the high one
+and the next precision the low one. Rows that lose least for each byte go first, over all stores that share a budget.
+Pages that one store gives back are taken by others. What is lowered stays so.
 """
 
 from __future__ import annotations
@@ -19,83 +20,13 @@ from torch import Tensor
 from ..config.until_full import smaller_first
 from ..ops.backend import compute_dtype
 from ..pages.pool import FREE
+from .demand import Demand, capacities, page_bytes, rows_to_lower
 from .forks import make_private
-from .lower_rows import lower_rows
+from .lower_rows import lower_to
 from .prompt_kernels import pages_of
-from .state import GROWTH_PART, PAGE_ENTRIES, Store
+from .state import GROWTH_PART, Store
 
 _logger = logging.getLogger("hf_diffkv")
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Pages that rows of a store take beyond those they hold; negative numbers are given back.
-
-    Attributes:
-        stay: pages if the row keeps its precision, int64 [layers, batch, heads].
-        lowered: pages if the row is lowered, likewise; unused for rows that may not be.
-        may_lower: whether the row may be lowered, bool, likewise.
-        harm: loss by lowering a row, likewise.
-        page_bytes: bytes that a page takes.
-        layers: index of each layer in the model.
-    """
-
-    stay: np.ndarray
-    lowered: np.ndarray
-    may_lower: np.ndarray
-    harm: np.ndarray
-    page_bytes: int
-    layers: Sequence[int]
-
-    @classmethod
-    def of_growth(cls, store: Store, held: np.ndarray, more: np.ndarray | int, final: np.ndarray) -> Demand:
-        """Returns the demand of rows that hold `held` tokens outside their windows and get `more`.
-
-        Args:
-            final: whether the row is at the low precision, bool.
-        """
-        high, low = store.layout.high.capacity, store.layout.low.capacity
-        now = pages_of(held, np.where(final, low, high))
-        after = pages_of(held + more, low)
-        stay = np.where(final, after, pages_of(held + more, high)) - now
-        harm = store.lowering.harm
-        harm = np.ones(held.shape) if harm is None else np.broadcast_to(harm[store.layers][:, None], held.shape)
-        return cls(stay, after - now, ~final & _lowerable(store), harm, _page_bytes(store), store.layers)
-
-    def bytes(self, chosen: np.ndarray) -> int:
-        """Returns the demand in bytes if the rows `chosen` are lowered."""
-        return int(np.where(chosen, self.lowered, self.stay).sum()) * self.page_bytes
-
-
-def rows_to_lower(demands: Sequence[Demand], room: int) -> list[np.ndarray] | None:
-    """Chooses the rows to lower until the demand of all stores fits, those of least harm for each byte first.
-
-    Args:
-        demands: demand of each store.
-        room: bytes that all pages together may take.
-
-    Returns:
-        Rows to lower in each store, bool [layers, batch, heads]; None if it does not fit even if all are lowered.
-    """
-    chosen = [np.zeros(demand.stay.shape, dtype=bool) for demand in demands]
-    lacking = sum(map(Demand.bytes, demands, chosen)) - room
-    if lacking <= 0:
-        return chosen
-    found: list[tuple[np.ndarray, ...]] = []
-    for number, demand in enumerate(demands):
-        gain = np.where(demand.may_lower, demand.stay - demand.lowered, 0)
-        row = np.nonzero(gain > 0)
-        found.append((np.full(row[0].size, number), *row, gain[row] * demand.page_bytes, demand.harm[row]))
-    store, layer, request, head, freed, harm = map(np.concatenate, zip(*found))
-    of_model = np.concatenate([np.asarray(demand.layers)[row] for demand, (_, row, *_) in zip(demands, found)])
-    # equal rows are taken in turn from all layers
-    order = np.lexsort((of_model, request, head, harm / freed))
-    enough = int(np.searchsorted(freed[order].cumsum(), lacking)) + 1
-    if enough > order.size:
-        return None
-    for number, *row in np.stack((store, layer, request, head), 1)[order[:enough]].tolist():
-        chosen[number][tuple(row)] = True
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -105,7 +36,7 @@ class Part:
     Attributes:
         demand: pages that its rows take.
         held: tokens of each row outside its window, int64 [layers, batch, heads].
-        final: whether the row is at the low precision, bool, likewise.
+        capacity: tokens of a page at each rung of `demand`, int64 [rungs].
         free: free pages.
         more: bytes outside the pool that are needed besides.
     """
@@ -113,23 +44,31 @@ class Part:
     store: Store
     demand: Demand
     held: np.ndarray
-    final: np.ndarray
+    capacity: np.ndarray
     free: int
     more: int = 0
 
-    def need(self, chosen: np.ndarray) -> int:
-        """Returns the free pages that are taken after the rows `chosen` have been lowered; negative if some are given.
+    @classmethod
+    def of_growth(cls, store: Store, tokens: np.ndarray | int, more: int = 0) -> Part:
+        """Returns what rows that get `tokens` more tokens ask."""
+        held, final, free = _held(store)
+        return cls(store, Demand.of_growth(store, held, tokens, final), held, np.array(capacities(store)), free, more)
+
+    def lowers(self, rungs: np.ndarray) -> bool:
+        """Returns whether some row is lowered to get to `rungs`."""
+        return bool((rungs > self.demand.now).any())
+
+    def need(self, rungs: np.ndarray) -> int:
+        """Returns the free pages that are taken after rows have been lowered to `rungs`; negative if some are given.
 
         Pages that lowering itself gives back are free by then; those of requests that are dropped are not.
         """
-        layout = self.store.layout
-        given = pages_of(self.held, layout.high.capacity) - pages_of(self.held, layout.low.capacity)
-        return int(np.where(chosen, self.demand.lowered + given, self.demand.stay).sum())
+        given = pages_of(self.held, self.capacity[self.demand.now]) - pages_of(self.held, self.capacity[rungs])
+        return int((self.demand.at(rungs) + given).sum())
 
-    def pages_a_token(self, chosen: np.ndarray) -> float:
-        """Returns the pages that a token more of each row takes on average once the rows `chosen` are lowered."""
-        capacity = np.where(self.final | chosen, self.store.layout.low.capacity, self.store.layout.high.capacity)
-        return float((1 / capacity).sum())
+    def pages_a_token(self, rungs: np.ndarray) -> float:
+        """Returns the pages that a token more of each row takes on average once the rows are at `rungs`."""
+        return float((1 / self.capacity[rungs]).sum())
 
 
 def together(store: Store) -> list[Store]:
@@ -149,7 +88,7 @@ def _for_pages(stores: Iterable[Store], more: int = 0) -> int:
     fixed, total = more, 0
     for store in stores:
         total = int(store.config.max_bytes or 0)
-        pool = max(0, store.pool.bytes - store.pool.capacity * _page_bytes(store))
+        pool = max(0, store.pool.bytes - store.pool.capacity * page_bytes(store))
         fixed += store.bytes_beside_pool() + store.growth() + pool
     return total - total // GROWTH_PART - fixed
 
@@ -162,7 +101,10 @@ def _held(store: Store) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
-    """Lowers rows until the demand of all stores fits, and lets pages change hands; returns the rows that it lowers.
+    """Lowers rows until the demand of all stores fits, and lets pages change hands.
+
+    Returns:
+        Rung of each row in each store (`Demand`), counted from where it was.
 
     Raises:
         MemoryError: it does not fit even if all rows are lowered; nothing has changed.
@@ -181,19 +123,18 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
             break
         unusable = own
     if chosen is None:
-        least = sum(demand.bytes(demand.may_lower) for demand in demands)
+        least = sum(demand.bytes(demand.last) for demand in demands)
         raise MemoryError(
-            f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {names_of(stores, 'low')}, "
+            f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {names_of(stores, -1)}, "
             f"{least - room + unusable} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
             "sequences, or give until_full=None, which prunes tokens instead."
         )
-    for part, rows in zip(parts, chosen):
-        if rows.any():
-            mask = torch.from_numpy(rows).to(part.store.device)
-            part.store.lowering.tokens += int(part.store.high_count[mask].sum())
-            lower_rows(part.store, mask)
+    for part, rungs in zip(parts, chosen):
+        if part.lowers(rungs):
+            part.store.lowering.tokens += int((part.held * (rungs - part.demand.now)).sum())
+            lower_to(part.store, rungs)
     _share_pages(parts, chosen, spare)
-    if any(rows.any() for rows in chosen):
+    if any(map(Part.lowers, parts, chosen)):
         _tell(stores)
     return chosen
 
@@ -227,11 +168,8 @@ def make_room_for_steps(store: Store, lookahead: int) -> list[Store]:
     Returns:
         The other stores in which rows were lowered.
     """
-    parts = []
-    for each in together(store):
-        held, final, free = _held(each)
-        parts.append(Part(each, Demand.of_growth(each, held, lookahead, final), held, final, free))
-    return [part.store for part, rows in zip(parts, make_fit(parts)) if rows.any() and part.store is not store]
+    parts = [Part.of_growth(each, lookahead) for each in together(store)]
+    return [part.store for part, rungs in zip(parts, make_fit(parts)) if part.lowers(rungs) and part.store is not store]
 
 
 def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> None:
@@ -250,9 +188,9 @@ def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> Non
         return
     parts = [_part_of_prompt(each, tokens, valid) for each in together(store)]
     store.update_limit()
-    for part, rows in zip(parts, make_fit(parts)):
+    for part, rungs in zip(parts, make_fit(parts)):
         # taken at once, as the limit may fall by a page while the layers store their tokens
-        part.store.pool.ensure_free(max(0, part.need(rows)))
+        part.store.pool.ensure_free(max(0, part.need(rungs)))
         part.store.lowering.made_room = True
 
 
@@ -260,15 +198,15 @@ def _part_of_prompt(store: Store, tokens: int, valid: Tensor | None) -> Part:
     """Returns what new tokens ask of a store; layers that have stored theirs ask nothing."""
     state = store.lowering
     real = torch.full_like(store.length[0], tokens) if valid is None else valid.sum(-1)
-    held, final, free = _held(store)
     length, start, real = store.look(store.length, store.window_start, real)
     state.after = length + real if state.after is None else state.after
     leaving = (np.maximum(start, state.after - store.config.window) - start)[..., None]
     if store.rounds_for_queries and store.moments is None and state.moments is None:
         shape = (store.num_layers, store.num_heads, store.key_dim, store.key_dim)
         state.moments = torch.zeros(shape, dtype=compute_dtype(store.dtype), device=store.device)
-    store.ensure_width(int((held + leaving).max()) + store.window_slots)
-    return Part(store, Demand.of_growth(store, held, leaving, final), held, final, free)
+    part = Part.of_growth(store, leaving)
+    store.ensure_width(int((part.held + leaving).max()) + store.window_slots)
+    return part
 
 
 def make_room_for_copies(store: Store, index: Tensor) -> None:
@@ -280,14 +218,12 @@ def make_room_for_copies(store: Store, index: Tensor) -> None:
     copies = np.bincount(index.cpu().numpy(), minlength=store.batch_size)[:, None]
     parts = []
     for each in together(store):
-        held, final, free = _held(each)
-        demand = Demand.of_growth(each, held, 0, final)
-        now = pages_of(held, np.where(final, each.layout.low.capacity, each.layout.high.capacity))
-        # a request that is dropped gives its pages back and is not worth lowering
-        stay = now * (copies - 1)
-        lowered = np.where(copies > 0, (demand.lowered + now) * copies - now, stay)
         more = (each.bytes - each.pool.bytes) * max(0, index.numel() - each.batch_size) // each.batch_size
-        parts.append(Part(each, replace(demand, stay=stay, lowered=lowered), held, final, free, more))
+        part = Part.of_growth(each, 0, more)
+        now = pages_of(part.held, part.capacity[part.demand.now])
+        # a request that is dropped gives its pages back and is not worth lowering
+        pages = np.where(copies > 0, (part.demand.pages + now) * copies - now, -now)
+        parts.append(replace(part, demand=replace(part.demand, pages=pages)))
     make_fit(parts)
     _forget_bounds(parts)
 
@@ -302,12 +238,12 @@ def room(stores: Sequence[Store]) -> int:
     left = _for_pages(stores)
     most = 0
     for store, _, _, free in parts:
-        left -= (store.pool.capacity - free) * _page_bytes(store)
-        most += (store.pool.capacity + max(0, left) // _page_bytes(store)) * store.layout.low.capacity
+        left -= (store.pool.capacity - free) * page_bytes(store)
+        most += (store.pool.capacity + max(0, left) // page_bytes(store)) * capacities(store)[-1]
 
     def needed(more: int) -> int:
         demands = [Demand.of_growth(store, held, more, final) for store, held, final, _ in parts]
-        return sum(demand.bytes(demand.may_lower) for demand in demands)
+        return sum(demand.bytes(demand.last) for demand in demands)
 
     return max(0, bisect_right(range(most + 1), left, key=needed) - 1)
 
@@ -327,12 +263,9 @@ def give_way(store: Store, more: int, of_layer: int = 0) -> None:
         if other is not store:
             wide = other.num_heads * (other.key_dim + other.value_dim) / width
             wanted[number] = int(of_layer * wide) * other.num_layers if _recorded(other) <= _recorded(store) else 0
-    if _for_pages(stores, sum(wanted)) >= sum(each.pool.capacity * _page_bytes(each) for each in stores):
+    if _for_pages(stores, sum(wanted)) >= sum(each.pool.capacity * page_bytes(each) for each in stores):
         return
-    parts = []
-    for each, bytes_more in zip(stores, wanted):
-        held, final, free = _held(each)
-        parts.append(Part(each, Demand.of_growth(each, held, 0, final), held, final, free, bytes_more))
+    parts = [Part.of_growth(each, 0, bytes_more) for each, bytes_more in zip(stores, wanted)]
     make_fit(parts)
     _forget_bounds(parts)
 
@@ -347,11 +280,6 @@ def _recorded(store: Store) -> int:
     return 0 if store.recorded[0] is None else store.recorded[0].tokens
 
 
-def _page_bytes(store: Store) -> int:
-    """Returns the bytes that a page takes with its entries in tables."""
-    return store.pool.page_bytes + PAGE_ENTRIES
-
-
 def note_queries(store: Store, layer: int, moment: Tensor | None) -> None:
     """Adds a prompt's queries to those for which keys are rounded when they are lowered.
 
@@ -362,29 +290,32 @@ def note_queries(store: Store, layer: int, moment: Tensor | None) -> None:
         store.lowering.moments[layer] += moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
 
 
-def _lowerable(store: Store) -> np.ndarray:
-    """Returns the heads whose final precision is the low one, bool [layers, 1, heads]."""
-    keeps = store.lowering.keeps
-    return np.ones((store.num_layers, 1, store.num_heads), dtype=bool) if keeps is None else ~keeps[:, None]
+def names_of(stores: Iterable[Store], rung: int) -> str:
+    """Returns the names of the stores' precisions at a rung, from most to fewest bits.
 
-
-def names_of(stores: Iterable[Store], level: str) -> str:
-    """Returns the names of the stores' high or low precisions, from most to fewest bits."""
-    found = {getattr(store.config, level) for store in stores}
-    return "/".join(precision.full_name for precision in reversed(smaller_first(found)))
+    Args:
+        rung: index into `Store.precisions`: 0 for the first ones, -1 for the last ones.
+    """
+    return "/".join(precision.full_name for precision in reversed(smaller_first({s.precisions[rung] for s in stores})))
 
 
 def _tell(stores: Sequence[Store]) -> None:
     """Tells once that lowering has begun, and once that all rows are at the final precision."""
     states = [store.lowering for store in stores]
-    precise, final = names_of(stores, "high"), names_of(stores, "low")
+    precise, final = names_of(stores, 0), names_of(stores, -1)
     if not any(state.told_full for state in states):
         _logger.warning(
             "max_bytes=%d is full: from here on heads are lowered from %s to %s, the least harmful ones first.",
             *(int(stores[0].config.max_bytes or 0), precise, final),
         )
-    done = all(bool((store.low_heads.cpu().numpy() | ~_lowerable(store)).all()) for store in stores)
+    done = all(map(_is_final, stores))
     if done and not any(state.told_final for state in states):
         _logger.warning("all is at %s, room for about %d tokens.", final, room(stores))
     for state in states:
         state.told_full, state.told_final = True, state.told_final or done
+
+
+def _is_final(store: Store) -> bool:
+    """Returns whether all rows have their final precision."""
+    keeps, low = store.lowering.keeps, store.low_heads.cpu().numpy()
+    return store.stage == len(store.layouts) - 1 and bool((low | (False if keeps is None else keeps[:, None])).all())

@@ -10,6 +10,27 @@ from typing import Any, Union
 import numpy as np
 from torch import Tensor
 
+from ..config import DiffKVConfig
+from ..config.until_full import MIDDLE, precisions_in_turn
+from ..pages.layout import fits
+from ..precision import Precision
+
+
+def precisions_of(config: DiffKVConfig, key_dim: int, value_dim: int) -> tuple[Precision, ...]:
+    """Returns the precisions of a store's rows one after the other, at least two: each stage has two neighbours.
+
+    Args:
+        config: configuration of the layers (`DiffKVConfig.of_layer`).
+    """
+    if config.precise is None:
+        return config.high, config.low
+    found = precisions_in_turn(config)
+    alphas = config.alpha_high if isinstance(config.alpha_high, tuple) else (config.alpha_high,)
+    ends_there = config.high == MIDDLE and any(alpha < math.inf for alpha in alphas)
+    if len(found) == 2 or ends_there or fits(MIDDLE, key_dim, value_dim):
+        return found
+    return tuple(each for each in found if each != MIDDLE)
+
 
 @dataclass
 class LoweringState:
@@ -17,11 +38,12 @@ class LoweringState:
 
     Attributes:
         active: whether whole rows are lowered to stay within the budget.
-        harm: loss by lowering each head, float64 [model_layers, heads] for this store's heads; None if not known.
-        keeps: heads whose final precision is the high one, bool [layers, heads]; None if all may be lowered.
+        harm: loss by lowering each head from one precision to the next, float64 [precisions - 1, model_layers, heads]
+            for this store's heads; None if not known.
+        keeps: heads that end at the last precision but one, bool [layers, heads]; None if all go to the last.
         moments: sum of q q^T over the queries of all prompts, [layers, heads, key_dim, key_dim], for which lowered keys
             are rounded; None if the model's moments are known or nothing is rounded.
-        tokens: number of tokens that were lowered after they were stored.
+        tokens: number of tokens that were lowered after they were stored, counted each time.
         told_full, told_final: whether it was logged that lowering has begun, and that all rows are lowered.
         made_room: whether rows were lowered for the current forward of several tokens.
         after: length of each request after that forward, int64 [layers, batch]; None without `made_room`.

@@ -25,9 +25,10 @@ from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTa
 from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import make_policy
+from ..precision import Precision
 from .host_reads import read_together
 from .kv_heads import KVHeads
-from .lowering_state import LoweringState
+from .lowering_state import LoweringState, precisions_of
 from .recorded import Recorded
 
 if TYPE_CHECKING:
@@ -147,7 +148,11 @@ class Store:
         self.heads = replace(heads, device=torch.empty(0, device=heads.device).device)
         self.num_heads, self.key_dim, self.value_dim = heads.num_heads, heads.key_dim, heads.value_dim
         self.dtype, self.device = dtype, device = heads.dtype, self.heads.device
-        self.layout = PageLayout.of(config, self.key_dim, self.value_dim, dtype.itemsize, max_positions)
+        # what rows have one after the other (lowering.py); the stage says which two of them they have now
+        self.precisions = precisions_of(config, self.key_dim, self.value_dim)
+        dims = (self.key_dim, self.value_dim, dtype.itemsize)
+        self.layouts = PageLayout.of_pairs(config, self.precisions, *dims, max_positions)
+        self.stage = 0
         self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + 1
         # index of each layer among the model's compressed layers, and of each head
         self.total_layers = num_layers if total_layers is None else total_layers
@@ -208,6 +213,27 @@ class Store:
         self.twins: weakref.WeakSet[Store] | None = None
         self.finalizer: weakref.finalize | None = None
         self.update_limit()
+
+    @property
+    def layout(self) -> PageLayout:
+        """Format of the pages at this stage."""
+        return self.layouts[self.stage]
+
+    @property
+    def high(self) -> Precision:
+        """Precision of the high tier at this stage."""
+        return self.precisions[self.stage]
+
+    @property
+    def low(self) -> Precision:
+        """Precision of the low tier at this stage."""
+        return self.precisions[self.stage + 1]
+
+    def begin_stage(self, stage: int) -> None:
+        """Begins a stage, for which pages, tables and counts are ready."""
+        self.stage = stage
+        self._kept = self._ops = self.scratch = None
+        self.forget_bounds()
 
     @property
     def bytes(self) -> int:
@@ -314,7 +340,7 @@ class Store:
         held += [] if self.scratch is None else self.scratch.tensors()
         feedback = self.model_feedback
         held += [] if feedback is None else [feedback.matrix, feedback.layer, feedback.head]
-        return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
+        return (self.pool.address, self.stage, *((tensor.data_ptr(), tensor.shape) for tensor in held))
 
     @property
     def ops(self) -> Ops:

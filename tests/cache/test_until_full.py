@@ -229,7 +229,7 @@ def test_heads_that_lose_least_are_lowered_first() -> None:
     """Between rows of equal lengths the measured losses decide alone."""
     cache = DiffKVCache(model_in_float32().config, budget(100_000))
     harm = [[3.0, 1.0], [4.0, 2.0]]
-    cache.stores.harm = tuple(map(tuple, harm))
+    cache.stores.harm = lambda precise, final: tuple(map(tuple, harm))
     run = started(model_in_float32(), (150, 150, 150), cache=cache)
     (store,) = cache.stores.all
     seen = []

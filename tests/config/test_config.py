@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.config import diffkv_config as config_module
 from hf_diffkv.config.layers import layer_configs, possible_precisions
+from hf_diffkv.config.until_full import precisions_in_turn
 
 CONFIGS = [
     DiffKVConfig(),
@@ -86,6 +87,7 @@ def test_what_is_stored_precisely_until_the_budget_is_full(fields: dict[str, Any
     if precise is not None:
         assert layer.of_layer(0) == layer
         assert (layer.high.name, layer.low.name, layer.selects, config.selects) == (precise, "K5V4", False, False)
+        assert [each.name for each in precisions_in_turn(layer)] == [precise, "K5V4"]
     assert DiffKVConfig.from_dict(config.to_dict()) == config
 
 
@@ -95,41 +97,54 @@ INF = float("inf")
 @pytest.mark.parametrize(
     "fields, rungs",
     [
-        (PER_HEAD, [("K5V4", "K4V3", (0.0, INF)), ("K8V8", "K5V4", INF)]),
+        (PER_HEAD, [("K8V8 K5V4 K4V3", (0.0, INF)), ("K8V8 K5V4", INF)]),
         (
             {"head_precisions": [["K3V2", "K3V2"], ["K8V8", "K8V8"], ["K8V8", "K4V3"], ["K16V16", "K16V16"], None]},
             [
-                *(("K8V8", "K3V2", INF), ("K8V8", "K3V2", 0.0), ("K8V8", "K4V3", (0.0, INF))),
-                *(("K16V16", "K16V16", 0.0), ("K8V8", "K5V4", INF)),
+                *(("K8V8 K6V5 K3V2", INF), ("K8V8 K4V3", 0.0), ("K8V8 K4V3", (0.0, INF))),
+                *(("K16V16 K16V16", 0.0), ("K8V8 K5V4", INF)),
             ],
         ),
         (
             {"high": "K8V4", "alpha_high": ((0.0, INF), (INF, INF))},
-            [("K8V4", "K5V4", (0.0, INF)), ("K8V8", "K5V4", INF)],
+            [("K8V8 K8V4 K5V4", (0.0, INF)), ("K8V8 K5V4", INF)],
         ),
-        ({"high": "K8V4", "alpha_high": (0.0, INF)}, [("K8V8", "K8V4", INF), ("K8V8", "K5V4", INF)]),
+        ({"high": "K8V4", "alpha_high": (0.0, INF)}, [("K8V8 K8V4", INF), ("K8V8 K5V4", INF)]),
+        (
+            {"head_precisions": [["K6V5", "K3V2"], ["K4V4", "K4V4"], ["K4V5", "K4V5"], ["K6V5", "K6V5"]]},
+            [
+                *(("K8V8 K6V5 K3V2", (0.0, INF)), ("K8V8 K6V5 K4V4", INF)),
+                # values would lose nothing from the middle on, and heads that end there need no other
+                *(("K8V8 K4V5", INF), ("K8V8 K6V5", INF)),
+            ],
+        ),
+        (
+            {"head_precisions": [["K6V5", "K3V2"], ["K4V3", "K4V3"]], "until_full": "K8V8"},
+            [("K6V5 K3V2", (0.0, INF)), ("K8V8 K4V3", INF)],
+        ),
     ],
     ids=str,
 )
-def test_where_each_layer_begins_and_ends(fields: dict[str, Any], rungs: list[tuple[str, str, Any]]) -> None:
+def test_where_each_layer_begins_and_ends(fields: dict[str, Any], rungs: list[tuple[str, Any]]) -> None:
     config = DiffKVConfig(**{**FINAL, "max_bytes": "1GB", **fields})
     layers = layer_configs(config, len(rungs))
-    assert [(layer.high.name, layer.low.name, layer.alpha_high) for layer in layers] == rungs
+    turns = [precisions_in_turn(layer) for layer in layers]
+    assert [(" ".join(each.name for each in turn), layer.alpha_high) for turn, layer in zip(turns, layers)] == rungs
+    assert [turn[-2:] for turn in turns] == [(layer.high, layer.low) for layer in layers]
     assert not config.selects and not any(layer.selects for layer in layers)
-    assert [layer.precise for layer in layers] == [layer.high for layer in layers]
+    assert [layer.precise for layer in layers] == [turn[0] for turn in turns]
     # without the budget heads have their final precisions
     finals = [
         possible_precisions(layer, 2)
-        for layer in layer_configs(dataclasses.replace(config, max_bytes=None), len(rungs))
+        for layer in layer_configs(dataclasses.replace(config, max_bytes=None, until_full="auto"), len(rungs))
     ]
     assert [possible_precisions(layer, 2) for layer in layers] == finals
 
 
 def test_layers_of_two_final_precisions_begin_with_the_higher_one_beside_k8v8_by_name() -> None:
-    fields = {**FINAL, "max_bytes": "1GB", **PER_HEAD}
-    named, chosen = (DiffKVConfig(**fields, until_full=value) for value in ("K8V8", "auto"))
-    assert named != chosen and named.precise == chosen.precise
-    assert layer_configs(named, 2) == layer_configs(chosen, 2)
+    named = DiffKVConfig(**{**FINAL, "max_bytes": "1GB", **PER_HEAD}, until_full="K8V8")
+    turns = [[each.name for each in precisions_in_turn(layer)] for layer in layer_configs(named, 2)]
+    assert named.precise.name == "K8V8" and turns == [["K5V4", "K4V3"], ["K8V8", "K5V4"]]
     assert DiffKVConfig.from_dict(named.to_dict()) == named
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
-from itertools import combinations
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from dense_simulation import HIGH, LOW
 from native_code import needs_native
+from simulated_storage import SimPrecision
 from test_compressed import Pair, left_padding
 from test_rounded_steps import query_moments
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.store import select_rows, settle
+from hf_diffkv.store.demand import Demand, rows_to_lower
 from hf_diffkv.store.hide import hide_tokens
-from hf_diffkv.store.lower_rows import lower_rows
-from hf_diffkv.store.lowering import Demand, give_way, make_room_for_prompt, rows_to_lower
+from hf_diffkv.store.lower_rows import lower_rows, lower_to
+from hf_diffkv.store.lowering import give_way, make_room_for_prompt
 
 BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
 
@@ -94,6 +97,75 @@ def test_rows_lowered_at_random_moments_equal_the_simulation(
     assert (levels == LOW).any() and not ((levels == LOW).any(-1) & (levels == HIGH).any(-1)).any()
 
 
+def staged(finals: list[str], **fields) -> DiffKVConfig:
+    """The configuration of a layer whose heads go through K8V8 and K6V5 to their final precisions, all in one store."""
+    fields = {"window": 6, "sinks": 3, "page_bytes": 512, "max_bytes": "1GB", "metadata_bits": 16, **fields}
+    return DiffKVConfig(head_precisions=[finals], **fields).of_layer(0)
+
+
+def lower_by_stages(pair: Pair, rungs: np.ndarray) -> None:
+    """Lowers rows of both to rungs counted from where their stage began, int64 [3, 2]."""
+    settle(pair.store)
+    simulation, store = pair.simulation, pair.store
+    place = [tensor.data_ptr() for tensor in (store.table.table, store.high_count, store.alpha_high)]
+    for target in range(1, rungs.max() + 1):
+        if target > 1:
+            simulation.begin_stage(SimPrecision.of(store.precisions[store.stage + target]))
+        for request, head in np.argwhere(rungs >= target):
+            if simulation.alpha_high[request, head] == 0:
+                simulation.lower(int(request), int(head))
+    lower_to(store, rungs[None])
+    assert [tensor.data_ptr() for tensor in (store.table.table, store.high_count, store.alpha_high)] == place
+    pair.compare()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "finals, fields, measured",
+    [
+        (["K3V2", "K6V5"], {"adaptive_rounding": True}, True),
+        (["K4V3", "K4V3"], {"rotate": False, "center": False, "adaptive_rounding": False}, False),
+        (["K3V2", "K5V4"], {"adaptive_rounding": True}, False),
+    ],
+    ids=["by K6V5", "both by K6V5", "by K5V4"],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_go_through_stages_as_in_the_simulation(
+    backend: str, finals: list[str], fields: dict, measured: bool, seed: int
+) -> None:
+    """Rows are lowered within a stage, to the next one, and over a whole stage at once, between any two forwards."""
+    moments = {"moments": query_moments(1, 2)} if measured else {}
+    keeps = np.array([final != "K3V2" and len(set(finals)) > 1 for final in finals])
+    chance = np.random.default_rng(seed)
+    with use_backend(backend):
+        pair = pair_of(staged(finals, **fields), **moments)
+        store = pair.store
+        assert [each.name for each in store.precisions[:2]] == ["K8V8", "K5V4" if "K5V4" in finals else "K6V5"]
+        assert len({layout.page_bytes for layout in store.layouts}) == 1 and len(store.layouts) == 2
+        store.lowering.note_final(0, tuple(0.0 if keep else math.inf for keep in keeps), (1, 2))
+        pair.forward(40, left_padding((40, 20, 2)))
+        held = []
+        for forward in range(12):
+            if forward in (2, 3, 7, 9):
+                at = store.low_heads[0].numpy().astype(np.int64)
+                # one of each two rows, then all, then half to the last precision from where a stage was left
+                rungs = np.maximum(at, chance.integers(0, 2, (3, 2)))
+                if forward == 7:
+                    rungs = np.where(keeps, 1, chance.integers(1, 3, (3, 2)))
+                    rungs[0] = 2 - keeps
+                if forward == 9:
+                    rungs = np.broadcast_to(np.where(keeps, 0, 1), (3, 2)).copy()
+                lower_by_stages(pair, rungs)
+                held.append((store.stage, int(store.low_heads.sum())))
+            pair.forward(*((1, None) if forward % 5 else (9, left_padding((9, 1, 7)))))
+            pair.compare()
+        select_rows(store, torch.tensor([2, 0, 0]))
+    assert [stage for stage, _ in held] == [0, 0, 1, 1] and held[1][1] > 0
+    # as many as end at the last precision; the others are at the one before
+    assert held[-1][1] == 3 * int((~keeps).sum())
+    assert [store.high.full_name, store.low.full_name] == [each.full_name for each in store.precisions[1:]]
+
+
 def test_requests_keep_the_precisions_of_their_rows() -> None:
     with use_backend("reference"):
         pair = pair_of(until_full("K5V4"))
@@ -124,16 +196,29 @@ def test_rows_give_way_to_other_memory() -> None:
         pair.compare()
 
 
-def demand_of(stay: np.ndarray, lowered: np.ndarray, may_lower: np.ndarray, harm: np.ndarray, **given) -> Demand:
-    given = {"page_bytes": 1, "layers": list(range(stay.shape[0])), **given}
-    return Demand(stay, lowered, may_lower, harm, **given)
+def demand_of(pages: np.ndarray, may_lower: np.ndarray, harm: np.ndarray, **given) -> Demand:
+    given = {"page_bytes": 1, "layers": list(range(pages.shape[1])), "now": np.zeros(pages.shape[1:], int), **given}
+    return Demand(pages, may_lower=may_lower, harm=harm, **given)
 
 
 def worth(demands: list[Demand], chosen: list[np.ndarray]) -> tuple[int, float]:
-    """Bytes that are needed if the rows `chosen` are lowered, and their harm."""
-    pages = [np.where(rows, demand.lowered, demand.stay).sum() for demand, rows in zip(demands, chosen)]
-    taken = sum(int(count) * demand.page_bytes for count, demand in zip(pages, demands))
-    return taken, sum(float(demand.harm[rows].sum()) for demand, rows in zip(demands, chosen))
+    """Bytes that are needed if rows are at rungs, and their harm."""
+    taken, harm = 0, 0.0
+    for demand, rungs in zip(demands, chosen):
+        for row in np.ndindex(rungs.shape):
+            taken += int(demand.pages[(rungs[row], *row)]) * demand.page_bytes
+            harm += sum(float(demand.harm[(rung, *row)]) for rung in range(demand.now[row], rungs[row]))
+    return taken, harm
+
+
+def allowed(demand: Demand, rungs: np.ndarray) -> bool:
+    """Whether rows may have these rungs: what is forbidden stays, and none is two below another."""
+    if rungs.max() > max(1, rungs.min() + 1):
+        return False
+    return all(
+        demand.now[row] <= rungs[row] and all(demand.may_lower[(k, *row)] for k in range(demand.now[row], rungs[row]))
+        for row in np.ndindex(rungs.shape)
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -143,35 +228,77 @@ def test_the_choice_of_rows_against_all_choices(shapes: list[tuple[int, int, int
     chance = np.random.default_rng(seed)
     demands = []
     for number, shape in enumerate(shapes):
-        stay, may_lower = chance.integers(0, 6, shape), chance.random(shape) >= 0.2
-        harm = chance.random(shape) + 0.01
-        demands.append(demand_of(stay, stay - chance.integers(0, 9, shape), may_lower, harm, page_bytes=3 + 2 * number))
-    cuts = np.cumsum([demand.stay.size for demand in demands])
-    every = []
-    for rows in (rows for n in range(cuts[-1] + 1) for rows in combinations(range(cuts[-1]), n)):
-        flat = np.split(np.isin(np.arange(cuts[-1]), rows), cuts[:-1])
-        every.append([part.reshape(shape) for part, shape in zip(flat, shapes)])
-    allowed = [all((rows <= demand.may_lower).all() for rows, demand in zip(each, demands)) for each in every]
-    every = [worth(demands, each) for each, good in zip(every, allowed) if good]
+        stay, may_lower = chance.integers(0, 6, shape), chance.random((1, *shape)) >= 0.2
+        harm = chance.random((1, *shape)) + 0.01
+        pages = np.stack([stay, stay - chance.integers(0, 9, shape)])
+        demands.append(demand_of(pages, may_lower, harm, page_bytes=3 + 2 * number))
+    every = list(product(*([rungs for rungs in all_rungs(demand)] for demand in demands)))
+    costs = [worth(demands, each) for each in every]
     for room in range(-80, 100, 9):
         chosen = rows_to_lower(demands, room)
-        fitting = [cost for taken, cost in every if taken <= room]
+        fitting = [cost for taken, cost in costs if taken <= room]
         assert (chosen is None) == (not fitting)
         if chosen is None:
             continue
         needed, cost = worth(demands, chosen)
-        assert needed <= room and all((rows <= demand.may_lower).all() for rows, demand in zip(chosen, demands))
-        if not any(rows.any() for rows in chosen):
-            assert sum(int(demand.stay.sum()) * demand.page_bytes for demand in demands) <= room
+        assert needed <= room and all(map(allowed, demands, chosen))
+        if not any(rungs.any() for rungs in chosen):
+            assert sum(int(demand.pages[0].sum()) * demand.page_bytes for demand in demands) <= room
             continue
-        freed = [np.maximum(demand.stay - demand.lowered, 1) * demand.page_bytes for demand in demands]
-        ratios = [np.where(rows, demand.harm / gain, 0) for rows, demand, gain in zip(chosen, demands, freed)]
+        freed = [np.maximum(demand.pages[0] - demand.pages[1], 1) * demand.page_bytes for demand in demands]
+        ratios = [np.where(rungs, demand.harm[0] / gain, 0) for rungs, demand, gain in zip(chosen, demands, freed)]
         store = int(np.argmax([ratio.max() for ratio in ratios]))
         last = np.unravel_index(ratios[store].argmax(), shapes[store])
-        without = [rows.copy() for rows in chosen]
-        without[store][last] = False
+        without = [rungs.copy() for rungs in chosen]
+        without[store][last] = 0
         assert worth(demands, without)[0] > room
-        assert cost - demands[store].harm[last] <= min(fitting) + 1e-9
+        assert cost - demands[store].harm[0][last] <= min(fitting) + 1e-9
+
+
+def all_rungs(demand: Demand) -> list[np.ndarray]:
+    """All rungs that rows may have together."""
+    shape, most = demand.now.shape, demand.pages.shape[0]
+    every = (np.array(rungs).reshape(shape) for rungs in product(range(most), repeat=demand.now.size))
+    return [rungs for rungs in every if allowed(demand, rungs)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_over_stages(seed: int) -> None:
+    """Two stores of three or four rungs: what is chosen is allowed, fits, and is all that one room more asks for too.
+
+    Of all choices that fit, those that the moves of least harm for a byte lead to are near the best: no more than the
+    harm of the last move above the least, where the moves of each store get more harmful.
+    """
+    chance = np.random.default_rng(seed)
+    demands = []
+    for number, (shape, moves) in enumerate((((1, 1, 3), 2), ((2, 1, 1), 3))):
+        gains = chance.integers(0, 5, (moves, *shape))
+        pages = 30 - np.concatenate([np.zeros((1, *shape), int), gains.cumsum(0)])
+        may_lower = np.ones((moves, *shape), dtype=bool)
+        may_lower[-1] = chance.random(shape) >= 0.3
+        now = chance.integers(0, 2, shape)
+        may_lower[0] &= now == 0
+        # each stage is more harmful for its bytes than the one before
+        harm = np.maximum(gains, 1) * (chance.random((moves, *shape)) + np.arange(moves).reshape(-1, 1, 1, 1))
+        demands.append(demand_of(pages, may_lower, harm, now=now, page_bytes=2 + number))
+    every = list(product(*map(all_rungs, demands)))
+    costs = [worth(demands, each) for each in every]
+    most, least = (max(taken for taken, _ in costs), min(taken for taken, _ in costs))
+    assert rows_to_lower(demands, least - 1) is None
+    reached, before = set(), None
+    for room in range(most, least - 1, -1):
+        chosen = rows_to_lower(demands, room)
+        needed, cost = worth(demands, chosen)
+        assert needed <= room and all(map(allowed, demands, chosen))
+        # less room never gives a row back
+        assert before is None or all((now >= old).all() for now, old in zip(chosen, before))
+        before = chosen
+        reached.add(tuple(int(rungs.max()) for rungs in chosen))
+        # moves that free nothing are made on the way, so that a choice without them has less harm
+        free = sum(float(demand.harm[demand.gain == 0].sum()) for demand in demands)
+        dearest = max(float(demand.harm.max()) for demand in demands)
+        assert cost <= min(cost for taken, cost in costs if taken <= room) + free + dearest + 1e-9
+    assert needed == least and max(map(max, reached)) >= 2
 
 
 @pytest.mark.parametrize("stores", [[[0, 1, 2]], [[0, 2], [1]]], ids=["one store", "two stores"])
@@ -179,15 +306,19 @@ def test_equal_rows_are_lowered_longest_first_and_in_turn_over_layers(stores: li
     held = np.array([[[10, 10]], [[30, 10]], [[10, 10]]]) * 100
     every = np.ones(held.shape, dtype=bool)
     demands = [
-        demand_of(*(part[layers] for part in (held // 100, held // 200, every, np.ones(held.shape))), layers=layers)
+        demand_of(
+            np.stack([held[layers] // 100, held[layers] // 200]),
+            *(part[None, layers] for part in (every, np.ones(held.shape))),
+            layers=layers,
+        )
         for layers in stores
     ]
-    order, before = [], [np.zeros(demand.stay.shape, dtype=bool) for demand in demands]
-    most, least = (sum(int(getattr(demand, name).sum()) for demand in demands) for name in ("stay", "lowered"))
+    order, before = [], [demand.now for demand in demands]
+    most, least = (sum(int(demand.pages[rung].sum()) for demand in demands) for rung in (0, 1))
     for room in range(most - 1, least - 1, -1):
         chosen = rows_to_lower(demands, room)
         for layers, rows, old in zip(stores, chosen, before):
-            order += [(layers[layer], *map(int, row)) for layer, *row in np.argwhere(rows & ~old)]
+            order += [(layers[layer], *map(int, row)) for layer, *row in np.argwhere(rows > old)]
         before = chosen
     assert order == [(1, 0, 0), (0, 0, 0), (2, 0, 0), (0, 0, 1), (1, 0, 1), (2, 0, 1)]
 
@@ -203,7 +334,7 @@ def test_stores_that_share_a_budget_equal_their_simulations(backend: str) -> Non
         ]
         stores = [pair.store for pair in pairs]
         for store in stores:
-            store.lowering.harm = np.arange(1.0, 1 + 2 * store.num_heads).reshape(2, -1)
+            store.lowering.harm = np.arange(1.0, 1 + 2 * store.num_heads).reshape(1, 2, -1)
         shrunk, seen = 0, set()
         for forward in range(200):
             tokens, valid = (1, None) if forward % 20 else (40, left_padding((40, 31, 7)))

@@ -95,7 +95,7 @@ def _rungs(result: Result) -> str:
     """A bar for each layer: the share of its heads that have the precise bits still, and the others above it."""
     memory, shares = result.memory, result.compressed.rungs
     names = {name for layer in memory.layers for name in layer.precisions}
-    final = next(iter(sorted(names - {memory.until_full})), "fewer bits")
+    lowered = "/".join(sorted(names - {memory.until_full}, reverse=True)) or "fewer bits"
     look = "background:linear-gradient(to top,{0} {2:.1f}%,{1} {2:.1f}%)"
     cells = "".join(
         f'<i role="img" aria-label="{said}" title="{said}" style="{look.format(BLUE, PALE, 100 * share)}"></i>'
@@ -107,7 +107,7 @@ def _rungs(result: Result) -> str:
     note += f"{memory.filled:.0%} of the budget is in use, {memory.lowered:,} tokens of heads were lowered after they "
     note += f"were stored, and {memory.room:,} more tokens fit."
     layers = f"<span>layer {memory.layers[0].layer_idx}</span><span>layer {memory.layers[-1].layer_idx}</span>"
-    legend = [f"{memory.until_full}: {whole:.0%} of heads", f"{final}: {1 - whole:.0%}"]
+    legend = [f"{memory.until_full}: {whole:.0%} of heads", f"{lowered}: {1 - whole:.0%}"]
     return (
         _note(f"Which heads are precise. {note}")
         + f'<div class="rungs">{cells}</div><div class="below">{layers}</div>'

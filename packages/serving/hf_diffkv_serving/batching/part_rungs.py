@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hf_diffkv.heads.harm import Harm
+from hf_diffkv.heads.harm import HarmBetween
 from hf_diffkv.ops.backend import compute_dtype
+from hf_diffkv.store.demand import Demand, rows_to_lower
 from hf_diffkv.store.lower_rows import lower_rows
-from hf_diffkv.store.lowering import Demand, rows_to_lower
 from hf_diffkv.store.prompt_kernels import pages_of
 
 from .page_bounds import PageBounds
@@ -68,13 +68,13 @@ class PartRungs:
 
     Args:
         part: part of the slots, without requests.
-        harm: predicted loss by lowering each head of each layer; None if it is not known.
+        harm: predicted loss by lowering heads; None if it is not known.
 
     Attributes:
         lowered: number of tokens that were lowered so far.
     """
 
-    def __init__(self, part: SlotPart, harm: Harm | None) -> None:
+    def __init__(self, part: SlotPart, harm: HarmBetween | None) -> None:
         self.part, self.lowered = part, 0
         part.lowers = True
         store = part.store
@@ -82,7 +82,8 @@ class PartRungs:
         # of each layer, the heads whose final precision is the low one
         self._ends_low = store.low_heads[:, 0].cpu().numpy()
         store.lowering.keeps = ~self._ends_low
-        store.lowering.harm = None if harm is None else np.array(harm)
+        known = None if harm is None else harm(store.high, store.low)
+        store.lowering.harm = None if known is None else np.array(known)[None]
         precise = np.full((store.num_layers, store.num_heads), self._sizes[0])
         self._precise: PageBounds = replace(part.bounds, page_tokens=precise)
         if store.rounds_for_queries:
@@ -123,7 +124,7 @@ class PartRungs:
         mine[list(coming)] = True
         demand = Demand.of_growth(self.part.store, self.part.counts, more[:, None], self.part.final)
         # pages of one size are counted, not bytes
-        return replace(demand, may_lower=demand.may_lower & mine[:, None] & ~self._shared(), page_bytes=1)
+        return replace(demand, may_lower=demand.may_lower & (mine[:, None] & ~self._shared()), page_bytes=1)
 
     def choose(self, demand: Demand, pages: int) -> np.ndarray | None:
         """Chooses rows to lower until `demand` fits into `pages` pages; None if it cannot.
@@ -132,9 +133,9 @@ class PartRungs:
             Rows, bool [layers, slots, heads].
         """
         # the next token of a lowered row may need a page where the row had room before
-        several = replace(demand, may_lower=demand.may_lower & (demand.stay - demand.lowered > 1))
+        several = replace(demand, may_lower=demand.may_lower & (demand.gain > 1))
         chosen = rows_to_lower([several], pages) or rows_to_lower([demand], pages)
-        return None if chosen is None else chosen[0]
+        return None if chosen is None else chosen[0] > demand.now
 
     def lower(self, chosen: np.ndarray, requests: PlannedRequests) -> None:
         """Lowers rows, bool [layers, slots, heads], and reserves anew what the requests of these were promised."""
@@ -151,7 +152,7 @@ class PartRungs:
     def reclaimable(self, slots: Collection[int]) -> int:
         """Returns the pages that lowering all rows of `slots` that may be lowered would free."""
         demand = self.demand(dict.fromkeys(slots, 0), [0] * self.part.counts.shape[1])
-        return int(np.where(demand.may_lower, demand.stay - demand.lowered, 0).sum())
+        return int(demand.gain.sum())
 
     def least_need(self, slot: int, seen: int, tokens: int) -> int:
         """Returns the pages that `tokens` more tokens take if the rows of a request are lowered that may be.
@@ -161,8 +162,7 @@ class PartRungs:
         of_all = [0] * self.part.counts.shape[1]
         of_all[slot] = seen
         coming, held = (self.demand({slot: number}, of_all) for number in (tokens, 0))
-        rows = np.where(coming.may_lower, coming.lowered - held.lowered, coming.stay - held.stay)
-        return int(rows[:, slot].sum())
+        return int((coming.at(coming.last) - held.at(held.last))[:, slot].sum())
 
     def counts(self, slots: list[int]) -> PartCounts:
         """Returns what the rows of `slots` hold."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_diffkv.heads.harm import Harm
-from hf_diffkv.store.lowering import Demand, names_of
+from hf_diffkv.heads.harm import HarmBetween
+from hf_diffkv.store.demand import Demand
+from hf_diffkv.store.lowering import names_of
 
 from .part_rungs import PartCounts, PartRungs, PlannedRequests
 from .slot_part import SlotPart
@@ -56,12 +57,12 @@ class RungsOfParts:
 
     Args:
         parts: all parts of the slots, without requests.
-        harm: predicted loss by lowering each head of each layer; None if it is not known.
+        harm: predicted loss by lowering heads; None if it is not known.
     """
 
-    def __init__(self, parts: Sequence[SlotPart], harm: Harm | None) -> None:
+    def __init__(self, parts: Sequence[SlotPart], harm: HarmBetween | None) -> None:
         self._parts = [PartRungs(part, harm) for part in parts]
-        self._precise = names_of([part.store for part in parts], "high")
+        self._precise = names_of([part.store for part in parts], 0)
         # tokens that may still be lowered for requests that wait, and what these were refused since the last forward
         self._left = ROW_TOKENS
         self._in_vain: list[np.ndarray] = []
@@ -118,7 +119,7 @@ class RungsOfParts:
         demands = [part.demand(requests.coming, requests.seen) for part in self._parts]
         if keep is not None:
             for demand in demands:
-                demand.may_lower[:, keep] = False
+                demand.may_lower[0, :, keep] = False
         chosen = self._choose(demands, need, sizes, requests)
         if chosen is None:
             self._in_vain += [wanted] if keep is None else []
@@ -155,7 +156,7 @@ class RungsOfParts:
         places, losses, tokens = [], [], []
         for number, (part, rows, demand) in enumerate(zip(self._parts, chosen, demands)):
             at = np.flatnonzero(rows)
-            freed = np.maximum(demand.stay - demand.lowered, 1).ravel()[at] * part.part.store.layout.page_bytes
+            freed = np.maximum(demand.gain, 1).ravel()[at] * part.part.store.layout.page_bytes
             places.append(np.stack([np.full(at.size, number), at], 1))
             losses.append(demand.harm.ravel()[at] / freed)
             tokens.append(part.part.counts.ravel()[at])

@@ -12,7 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from hf_diffkv.cache.dense import dense_attention
 from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.heads.harm import Harm
+from hf_diffkv.heads.harm import HarmBetween
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 
@@ -103,7 +103,7 @@ def make_slots(
     tokens: int | None,
     max_bytes: int,
     others: Sequence[PerSlot] = (),
-    harm: Harm | None = None,
+    harm: HarmBetween | None = None,
 ) -> Slots:
     """Returns slots for at most `requests` requests of `tokens` tokens, as many and as long as fit `max_bytes`.
 
@@ -111,7 +111,7 @@ def make_slots(
         num_layers: number of layers of full attention.
         tokens: tokens of the longest request; None for as many as fit.
         others: objects that hold memory for every slot as well.
-        harm: predicted loss by lowering each head of each layer; None if it is not known.
+        harm: predicted loss by lowering heads; None if it is not known.
 
     Raises:
         ValueError: raised by `Slots`.

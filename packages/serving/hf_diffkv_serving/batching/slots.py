@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.heads.harm import Harm
+from hf_diffkv.heads.harm import HarmBetween
 from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store.compaction import settle
@@ -48,7 +48,7 @@ class Slots:
         max_tokens: tokens of the longest request that is allowed.
         max_bytes: budget for everything that is held: windows, tables, scratch memory, pages.
         others: objects that hold memory for every slot as well.
-        harm: predicted loss by lowering each head of each layer; None if it is not known.
+        harm: predicted loss by lowering heads; None if it is not known.
 
     Attributes:
         room: number of slots and their length.
@@ -73,7 +73,7 @@ class Slots:
         max_tokens: int,
         max_bytes: int,
         others: Sequence[PerSlot] = (),
-        harm: Harm | None = None,
+        harm: HarmBetween | None = None,
     ) -> None:
         self.max_bytes = max_bytes
         self.device, self.dtype = shape.device, shape.dtype

@@ -111,7 +111,7 @@ class RungMachine(SlotMachine):
         self.config = until_full(final, window=window, center=center, rotate=center, head_precisions=heads)
         self.exact, self.stay = window, stays(self.config)
         losses = tuple(tuple(1.0 + layer + 3 * head for head in range(HEADS)) for layer in range(LAYERS))
-        self.slots = make_slots(self.config, budget, harm=losses if harm else None)
+        self.slots = make_slots(self.config, budget, harm=(lambda precise, final: losses) if harm else None)
         self.requests, self.kept = [], []
 
     def make_room(self, request: Request | None, tokens: int) -> bool:
@@ -249,7 +249,7 @@ def test_requests_enter_precisely_while_pages_are_left() -> None:
 @pytest.mark.parametrize("harm", [None, ((4.0, 1.0), (3.0, 2.0))])
 def test_rows_give_way_in_order_of_harm_and_length(harm: tuple | None) -> None:
     """All rows of the least harm for each page go before others; without losses the longest rows go first."""
-    slots, requests = make_slots(NAMED, 60_000, slots=6, harm=harm), []
+    slots, requests = make_slots(NAMED, 60_000, slots=6, harm=harm and (lambda precise, final: harm)), []
     for tokens in (90, 40, 70):
         entered(slots, requests, tokens)
     part, order = slots.parts[0], []

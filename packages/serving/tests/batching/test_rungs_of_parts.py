@@ -29,7 +29,7 @@ def named(heads: str) -> DiffKVConfig:
 
 def filled(heads: str, max_bytes: int = 120_000, tokens: tuple[int, ...] = (90, 40, 70)) -> tuple[Slots, list[Request]]:
     """Slots with requests that have entered precisely."""
-    slots, requests = make_slots(named(heads), max_bytes, slots=6, harm=HARM), []
+    slots, requests = make_slots(named(heads), max_bytes, slots=6, harm=lambda precise, final: HARM), []
     for count in tokens:
         entered(slots, requests, count)
         assert precise(slots, requests[-1].slot).all() and precise(slots, requests[-1].slot).shape == (LAYERS, HEADS)
@@ -116,7 +116,7 @@ def test_nothing_is_lowered_for_one_that_waits_where_a_part_cannot_get_enough(he
 def test_nothing_is_lowered_for_one_in_flight_where_a_part_cannot_get_enough(heads: str) -> None:
     found, stay = 0, stays(named(heads))
     for max_bytes in range(22_500, 25_500, 250):
-        slots, requests = make_slots(named(heads), max_bytes, slots=6, harm=HARM), []
+        slots, requests = make_slots(named(heads), max_bytes, slots=6, harm=lambda precise, final: HARM), []
         for _ in range(3):
             slots.settle()
             if slots.make_room(None, 60) and slots.rungs.lowered == 0:
@@ -242,7 +242,7 @@ def test_rows_whose_pages_are_to_be_shared_do_not_give_way(heads: str | None) ->
     """A request begins with a kept prefix beside one that begins alike, and others make room for what is its own."""
     config, found = until_full() if heads is None else named(heads), 0
     for max_bytes in range(28_000, 36_000, 1_000):
-        slots, requests = make_slots(config, max_bytes, slots=6, harm=HARM), []
+        slots, requests = make_slots(config, max_bytes, slots=6, harm=lambda precise, final: HARM), []
         for tokens in (60, 60, 60):
             slots.settle()
             if slots.make_room(None, tokens):
