@@ -19,13 +19,14 @@ def prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NO_PAST, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attends from new tokens over a past and themselves; arguments and results as in the reference."""
-    chosen = _fastest(query, key, value, softmax, past, options.get("mask"))
+    chosen = fastest(query, key, value, softmax, past, options.get("mask"))
     return chosen.prefill_attention(query, key, value, softmax, past=past, **options)
 
 
-def _fastest(
+def fastest(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, past: EarlierTokens, mask: Tensor | None
 ) -> ModuleType:
+    """Returns the module that attends fastest; arguments as in the reference."""
     if is_forced(REFERENCE):
         return reference
     tiers = () if past.rows is None else past.rows.tiers
