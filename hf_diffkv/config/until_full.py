@@ -14,8 +14,8 @@ from .checks import HeadPrecisions, Threshold, paired, payload_bits
 AUTO = "auto"
 # 8 bits are as good as exact, and quantising them again adds at most 1.5 % to the squared error of 5 bits
 PRECISE = Precision(8, 8)
-# between K8V8 and final precisions of at least two key bits less, to whose squared error it adds some 6 %
-MIDDLE = Precision(6, 5)
+# by which tokens go from K8V8 to their final precision: what each costs is in docs/notes/quality-studies.md
+MIDDLES = (Precision(6, 5), Precision(4, 3))
 # final precisions of a layer's heads; one if all heads have the same
 Finals = tuple[Precision, ...]
 
@@ -162,8 +162,8 @@ def _own_rungs(config: BudgetFields, finals: Finals) -> Rungs:
         return Rungs(first, more[-1], low, tuple(math.inf if each == low else 0.0 for each in finals))
     if low == first:
         return Rungs(first, first, first, 0.0)
-    by_middle = not isinstance(config.until_full, Precision) and _goes_between(MIDDLE, first, low)
-    return Rungs(first, MIDDLE if by_middle else first, low, math.inf)
+    middles = () if isinstance(config.until_full, Precision) else _between(first, low)
+    return Rungs(first, (first, *middles)[-1], low, math.inf)
 
 
 def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
@@ -175,14 +175,22 @@ def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
     first = config.until_full
     if not isinstance(first, Precision) or first == config.high:
         return config.high, config.low
-    middle = (MIDDLE,) if _goes_between(MIDDLE, first, config.high) else ()
-    return first, *middle, config.high, config.low
+    return first, *_between(first, config.high), config.high, config.low
 
 
-def _goes_between(middle: Precision, first: Precision, last: Precision) -> bool:
-    """Returns whether tokens go from `first` to `last` by `middle`, which is worth another rounding.
+def _between(first: Precision, last: Precision) -> tuple[Precision, ...]:
+    """Returns those of `MIDDLES` by which tokens go from `first` to `last`.
 
-    Keys lose two bits and values one at least from `middle` to `last`.
+    K6V5 is worth another rounding if keys lose two more bits, K4V3 if they lose one.
     """
-    fewer = middle.k_bits < first.k_bits and middle.v_bits < first.v_bits
-    return fewer and last.k_bits <= middle.k_bits - 2 and last.v_bits < middle.v_bits
+    precise, few = MIDDLES
+    found = []
+    if (
+        precise.k_bits < first.k_bits
+        and last.k_bits <= precise.k_bits - 2
+        and last.v_bits < precise.v_bits < first.v_bits
+    ):
+        found.append(precise)
+    if found and last.k_bits < few.k_bits and last.v_bits <= few.v_bits:
+        found.append(few)
+    return tuple(found)

@@ -124,7 +124,7 @@ def lower_by_stages(pair: Pair, rungs: np.ndarray) -> None:
     "finals, fields, measured",
     [
         (["K3V2", "K6V5"], {"adaptive_rounding": True}, True),
-        (["K4V3", "K4V3"], {"rotate": False, "center": False, "adaptive_rounding": False}, False),
+        (["K4V3g2/1", "K4V3g2/1"], {"rotate": False, "center": False, "adaptive_rounding": False}, False),
         (["K3V2", "K5V4"], {"adaptive_rounding": True}, False),
     ],
     ids=["by K6V5", "both by K6V5", "by K5V4"],

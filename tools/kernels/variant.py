@@ -9,12 +9,17 @@ from typing import Any
 
 from hf_diffkv.config import Precision
 from hf_diffkv.config.presets import PRESETS
-from hf_diffkv.heads.allocation import HEAD_LADDER
+from hf_diffkv.config.until_full import PRECISE
+from hf_diffkv.heads.allocation import HEAD_LADDER, LAST_RUNGS
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 
 UNIFORM_DIMS = (64, 128)
 # of heads with a precision each; the first pair is compiled in all its forms, the others where they are modelled
-PAIRS = tuple(sorted(combinations(reversed(HEAD_LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")))
+PAIRS = (
+    *sorted(combinations(reversed(HEAD_LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")),
+    # while a budget fills
+    *((PRECISE.name, name) for name in LAST_RUNGS),
+)
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
 
