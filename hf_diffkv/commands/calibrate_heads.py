@@ -33,7 +33,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     from ..config.latent import LATENT_PRESETS, latent_dims, latent_ratio
     from ..config.presets import head_size
     from ..evaluation.environment import describe_environment
-    from ..heads.allocation import HEAD_LADDER, LATENT_LADDER, check_ratio
+    from ..heads.allocation import DEEP_LADDER, LATENT_LADDER, check_ratio
     from ..heads.lookup import keep
     from ..running.models import load_config, load_model
 
@@ -41,7 +41,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     head_dim, element_bytes = head_size(model_config)
     dims = latent_dims(model_config)
     if dims is None:
-        default, plain, ladder = RATIOS[DEFAULT_PRESET], PRESETS[DEFAULT_PRESET]["high"], HEAD_LADDER
+        default, plain, ladder = RATIOS[DEFAULT_PRESET], PRESETS[DEFAULT_PRESET]["high"], DEEP_LADDER
     else:
         plain, ladder = Precision.parse(LATENT_PRESETS["small"]), LATENT_LADDER
         default = _rounded_up(latent_ratio(plain.name, model_config))

@@ -25,6 +25,8 @@ from .sensitivity import Sensitivity
 
 # docs/calibration.md compares it with others
 HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
+# for ratios that the other one does not reach; above them it loses more on some models (docs/notes/quality-studies.md)
+DEEP_LADDER = ("K2V2", *HEAD_LADDER)
 # of rows of latents (docs/latent.md), whose rotary keys need 8 bits
 LATENT_LADDER = ("K8V3", "K8V4", "K8V5", "K8V6", "K8V8")
 # each pair is a store of its own
@@ -81,7 +83,7 @@ def allocate(
         sensitivity: measured loss of the heads.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
             included.
-        ladder: precisions to choose from; None takes `ladder_of` the model.
+        ladder: precisions to choose from; None takes `ladder_of` the model and ratio.
         most_pairs: highest number of different pairs in the model; None is unlimited.
         highs: higher precisions of pairs; they are part of the ladder too.
 
@@ -92,7 +94,8 @@ def allocate(
     if most_pairs is not None and most_pairs < 1:
         raise ValueError(f"most_pairs={most_pairs} must be at least 1.")
     higher = tuple(as_precision("highs", precision) for precision in highs)
-    given = ladder_of(sensitivity) if ladder is None else ladder
+    as_ratio("target_ratio", target_ratio)
+    given = ladder_of(sensitivity, target_ratio) if ladder is None else ladder
     chosen = tuple(dict.fromkeys((*(as_precision("ladder", precision) for precision in given), *higher)))
     if not chosen:
         raise ValueError("ladder is empty; give precisions to choose from.")
@@ -103,16 +106,20 @@ def allocate(
     return problem.allocation(found if most_pairs is None else _with_fewer(problem, budget, found, most_pairs))
 
 
-def ladder_of(sensitivity: Sensitivity) -> tuple[str, ...]:
-    """Returns the precisions from which a model's rows are chosen, by rising bytes."""
-    return LATENT_LADDER if sensitivity.latent else HEAD_LADDER
+def ladder_of(sensitivity: Sensitivity, target_ratio: float = 1.0) -> tuple[str, ...]:
+    """Returns the precisions from which a model's rows are chosen for a ratio, by rising bytes."""
+    if sensitivity.latent:
+        return LATENT_LADDER
+    least = _ratio(as_precision("ladder", HEAD_LADDER[0]), sensitivity.shapes, sensitivity.element_bytes)
+    deep = target_ratio < least and sensitivity.knows(Precision.parse(DEEP_LADDER[0]))
+    return DEEP_LADDER if deep else HEAD_LADDER
 
 
 def check_ratio(
     target_ratio: Any,
     shapes: Sequence[tuple[int, int, int]],
     element_bytes: int,
-    ladder: Sequence[Precision | str] = HEAD_LADDER,
+    ladder: Sequence[Precision | str] = DEEP_LADDER,
 ) -> None:
     """Raises `ValueError` for an invalid ratio, or one that the smallest precision of `ladder` does not reach.
 

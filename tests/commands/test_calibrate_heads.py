@@ -256,7 +256,7 @@ def test_another_ratio_measures_nothing(calibrated: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(heads_module.DamagedLayer, "of", refuse)
     assert command(calibrated, "--ratio", "0.3") == 0
     assert DiffKVConfig.from_pretrained(calibrated) == larger
-    with pytest.raises(ValueError, match="target_ratio=0.05 is below what K3V2 takes of every head, 0.172"):
+    with pytest.raises(ValueError, match="target_ratio=0.05 is below what K2V2 takes of every head, 0.141"):
         config.with_ratio(0.05)
     with pytest.raises(ValueError, match="what the heads of a model lose; `hf-diffkv calibrate --model MODEL`"):
         DiffKVConfig().with_ratio(0.2)
@@ -272,7 +272,7 @@ def test_a_text_of_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "0.1"], "target_ratio=0.1 is below what K3V2 takes of every head, 0.172; raise it"),
+        (["--ratio", "0.1"], "target_ratio=0.1 is below what K2V2 takes of every head, 0.141; raise it"),
         (["--ratio", "0"], "target_ratio=0.0 must be a number above 0"),
         (["--ratio", "0.2", "--max-kl", "1", "--task", "text"], "--max-kl, --task measures thresholds, by which"),
         (["--ratio", "0.2", "--documents", "2"], "--documents measures thresholds, by which tokens are chosen"),

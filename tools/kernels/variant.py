@@ -18,7 +18,8 @@ UNIFORM_DIMS = (64, 128)
 PAIRS = (
     *sorted(combinations(reversed(HEAD_LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")),
     # while a budget fills
-    *((PRECISE.name, name) for name in LAST_RUNGS),
+    *((PRECISE.name, name) for name in ("K5V5", *LAST_RUNGS)),
+    *(("K5V5", name) for name in HEAD_LADDER[:2]),
 )
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
