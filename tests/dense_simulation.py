@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from simulated_storage import SimPrecision, adapted_round_trip, nearest_score, rotation, round_trip
+from simulated_storage import SimPrecision, adapted_round_trip, inner_cells, nearest_score, rotation, round_trip
 from torch import Tensor
 
 PADDING, PRUNED, LOW, HIGH, WINDOW = -1, 0, 1, 2, 3
@@ -125,6 +125,8 @@ class LayerSimulation:
         self._moment = torch.zeros(batch_size, num_key_value_heads, head_dim, head_dim, dtype=torch.float64)
         self._prompts = self._moment[:1]
         self._is_prompt = True
+        # whether tokens are being lowered from one precision to another
+        self._lowers = False
         # called with the sums where those of stored tokens are rounded at random; returns them so
         self.round_sums: Callable[[Tensor], Tensor] = lambda sums: sums
         self.rule = rule or Rule()
@@ -256,7 +258,9 @@ class LayerSimulation:
         last = self._moment, self._is_prompt
         # rounded for the queries of all prompts of all rows, unless the model's own are known
         self._moment, self._is_prompt = self._prompts.expand_as(self._moment), self._model_moment is None
+        self._lowers = True
         self._store(row, head, (self._levels[row, head] == HIGH).nonzero().flatten(), LOW)
+        self._lowers = False
         self._moment, self._is_prompt = last
 
     def begin_stage(self, low: SimPrecision) -> None:
@@ -447,6 +451,12 @@ class LayerSimulation:
                 # no further rounding to the model's dtype: it is in that, or was dequantised
                 kept = kept[0] @ self._rotations[0].T - offset, kept[1] @ self._rotations[1].T
                 kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
+            if self._lowers:
+                high, low = self.high, self.low
+                kept = (
+                    inner_cells(kept[0], (high.k_bits, low.k_bits), (high.k_groups, low.k_groups)),
+                    inner_cells(kept[1], (high.v_bits, low.v_bits), (high.v_groups, low.v_groups)),
+                )
             moment, damping = self._moment[row, head], 0.1
             if not self._is_prompt:
                 moment, damping = None if self._model_moment is None else self._model_moment[head], 0.0

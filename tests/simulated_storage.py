@@ -76,6 +76,23 @@ def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bo
     return decode(*(quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)).to(x.dtype)
 
 
+def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Tensor:
+    """Decoded rows whose first and last codes lie where those of one or two bits fewer have the middle of their cells.
+
+    bits and groups are those before and after; other numbers leave x as it is.
+    """
+    merged = 2 ** (bits[0] - bits[1]) if 0 < bits[0] - bits[1] < 3 and groups[0] == groups[1] else 1
+    if merged == 1:
+        return x
+    found = []
+    for part in x.chunk(groups[0], -1):
+        low, steps = part.min(-1, keepdim=True)[0], 2 ** bits[0] - 1
+        step = ((part.max(-1, keepdim=True)[0] - low) / steps).clamp(min=1e-12)
+        code = (part - low) / step
+        found.append(low + step * code.clamp((merged - 1) / 2, steps - (merged - 1) / 2))
+    return torch.cat(found, -1)
+
+
 def adapted_round_trip(
     x: Tensor, moment: Tensor, bits: int, groups: int, narrow: bool = False, damping: float = 0.1
 ) -> Tensor:

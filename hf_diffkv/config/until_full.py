@@ -14,9 +14,8 @@ from .checks import HeadPrecisions, Threshold, paired, payload_bits
 AUTO = "auto"
 # 8 bits are as good as exact, and quantising them again adds at most 1.5 % to the squared error of 5 bits
 PRECISE = Precision(8, 8)
-# most key bits of final precisions, and by what tokens go there from K8V8: two key bits more, so that rounding again
-# adds some 6 % to the squared error (docs/notes/quality-studies.md#precise-until-full)
-MIDDLES = ((3, Precision(5, 5)), (4, Precision(6, 5)))
+# by which tokens go from K8V8 to fewer bits, so that a load between has heads between (docs/notes/quality-studies.md)
+MIDDLES = (Precision(6, 5), Precision(4, 4))
 # final precisions of a layer's heads; one if all heads have the same
 Finals = tuple[Precision, ...]
 
@@ -163,8 +162,8 @@ def _own_rungs(config: BudgetFields, finals: Finals) -> Rungs:
         return Rungs(first, more[-1], low, tuple(math.inf if each == low else 0.0 for each in finals))
     if low == first:
         return Rungs(first, first, first, 0.0)
-    middle = None if isinstance(config.until_full, Precision) else _middle(low)
-    return Rungs(first, middle or first, low, math.inf)
+    middles = () if isinstance(config.until_full, Precision) else _between(first, low)
+    return Rungs(first, (first, *middles)[-1], low, math.inf)
 
 
 def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
@@ -174,10 +173,17 @@ def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
         config: configuration of the layer (`DiffKVConfig.of_layer`).
     """
     first = config.until_full
-    passed = (first,) if isinstance(first, Precision) and first != config.high else ()
-    return *passed, config.high, config.low
+    if not isinstance(first, Precision) or first == config.high:
+        return config.high, config.low
+    return first, *_between(first, config.high), config.high, config.low
 
 
-def _middle(last: Precision) -> Precision | None:
-    """Returns the precision by which tokens go from K8V8 to `last`; None if they go at once."""
-    return next((middle for bits, middle in MIDDLES if last.k_bits <= bits and last.v_bits < middle.v_bits), None)
+def _between(first: Precision, last: Precision) -> tuple[Precision, ...]:
+    """Returns those of `MIDDLES` by which tokens go from `first` to `last`.
+
+    K6V5 is worth another rounding if keys lose two more bits, K4V4 if they lose one.
+    """
+    precise, few = MIDDLES
+    if not (precise.k_bits < first.k_bits and last.k_bits <= precise.k_bits - 2 and last.v_bits < precise.v_bits):
+        return ()
+    return (precise, few) if last.k_bits < few.k_bits and last.v_bits <= few.v_bits else (precise,)

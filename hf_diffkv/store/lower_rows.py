@@ -19,6 +19,8 @@ from .state import Store
 
 # tokens that are lowered at once, unless a single row has more
 TOKENS_AT_ONCE = 1 << 16
+# with three bits fewer, the error of the codes before hardly matters
+MOST_MERGED = 2
 
 
 def lower_to(store: Store, rungs: np.ndarray) -> None:
@@ -78,6 +80,8 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     index = torch.arange(place.numel(), device=row.device) - (count.cumsum(0) - count)[place]
     page = table[row[place], column(HIGH, index // high.capacity, table.shape[1])].long()
     key, value = store.ops.load_tokens(store.pool.pages, high, page, index % high.capacity, store.dtype)
+    key = _within_cells(key, high.k_bits, low.k_bits, high.k_groups, low.k_groups)
+    value = _within_cells(value, high.v_bits, low.v_bits, high.v_groups, low.v_groups)
     key = _rounded(store, row, place, key)
     old = page[index % high.capacity == 0]
     is_high = torch.arange(table.shape[1], device=row.device) < pages_of(count, high.capacity)[:, None]
@@ -93,6 +97,25 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     store.ops.store_tokens(store.pool.pages, low, page, index % low.capacity, contents, store.dtype)
     store.low_count.view(-1)[row] = count.to(store.low_count.dtype)
     store.high_count.view(-1)[row] = 0
+
+
+def _within_cells(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int) -> Tensor:
+    """Moves the ends of rows of decoded elements inwards, so that each of the fewer codes stands for as many of `x`.
+
+    With one bit fewer, codes are then those of pairs of neighbours, which adds no error beyond that of the fewer bits.
+    From one end to the other, codes would lie between each other instead, and both errors would add up.
+
+    Args:
+        x: decoded elements, [n, dim].
+        bits, fewer: bits of the codes before and after.
+        groups, groups_after: quantisation groups before and after.
+    """
+    if not 0 < bits - fewer <= MOST_MERGED or groups != groups_after:
+        return x
+    parts = x.unflatten(-1, (groups, -1))
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    inwards = (high - low) * ((2 ** (bits - fewer) - 1) / 2 / (2**bits - 1))
+    return parts.clamp(low + inwards, high - inwards).flatten(-2)
 
 
 def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:

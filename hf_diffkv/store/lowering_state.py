@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..config.until_full import precisions_in_turn
+from ..config.until_full import MIDDLES, precisions_in_turn
 from ..pages.layout import fits
 from ..precision import Precision
 
@@ -26,9 +26,10 @@ def precisions_of(config: DiffKVConfig, key_dim: int, value_dim: int) -> tuple[P
         return config.high, config.low
     found = precisions_in_turn(config)
     alphas = config.alpha_high if isinstance(config.alpha_high, tuple) else (config.alpha_high,)
-    # no head ends in the middle
-    passed = len(found) > 2 and all(alpha == math.inf for alpha in alphas)
-    return found if not passed or fits(config.high, key_dim, value_dim) else (found[0], found[-1])
+    # heads that end at the last but one need it
+    passed = found[1 : -1 if all(alpha == math.inf for alpha in alphas) else -2]
+    unfit = {each for each in passed if each in MIDDLES and not fits(each, key_dim, value_dim)}
+    return tuple(each for each in found if each not in unfit)
 
 
 @dataclass

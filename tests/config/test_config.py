@@ -101,7 +101,7 @@ INF = float("inf")
         (
             {"head_precisions": [["K3V2", "K3V2"], ["K8V8", "K8V8"], ["K8V8", "K4V3"], ["K16V16", "K16V16"], None]},
             [
-                *(("K8V8 K5V5 K3V2", INF), ("K8V8 K4V3", 0.0), ("K8V8 K4V3", (0.0, INF))),
+                *(("K8V8 K6V5 K4V4 K3V2", INF), ("K8V8 K4V3", 0.0), ("K8V8 K4V3", (0.0, INF))),
                 *(("K16V16 K16V16", 0.0), ("K8V8 K5V4", INF)),
             ],
         ),
@@ -122,8 +122,8 @@ INF = float("inf")
                 ]
             },
             [
-                *(("K8V8 K6V5 K3V2", (0.0, INF)), ("K8V8 K6V5 K4V4", INF), ("K8V8 K5V5 K3V4", INF)),
-                ("K8V8 K5V5 K2V2", INF),
+                *(("K8V8 K6V5 K3V2", (0.0, INF)), ("K8V8 K6V5 K4V4", INF), ("K8V8 K6V5 K4V4 K3V4", INF)),
+                ("K8V8 K6V5 K4V4 K2V2", INF),
                 # values would lose nothing from the middle on, and heads that end there need no other
                 *(("K8V8 K4V5", INF), ("K8V8 K6V5", INF)),
             ],

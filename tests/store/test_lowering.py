@@ -21,7 +21,7 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.store import select_rows, settle
 from hf_diffkv.store.demand import Demand, rows_to_lower
 from hf_diffkv.store.hide import hide_tokens
-from hf_diffkv.store.lower_rows import lower_rows, lower_to
+from hf_diffkv.store.lower_rows import _within_cells, lower_rows, lower_to
 from hf_diffkv.store.lowering import give_way, make_room_for_prompt
 
 BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
@@ -126,8 +126,9 @@ def lower_by_stages(pair: Pair, rungs: np.ndarray) -> None:
         (["K3V2", "K6V5"], {"adaptive_rounding": True}, True),
         (["K4V3g2/1", "K4V3g2/1"], {"rotate": False, "center": False, "adaptive_rounding": False}, False),
         (["K3V2", "K5V4"], {"adaptive_rounding": True}, False),
+        (["K3V3", "K3V3"], {"adaptive_rounding": True}, True),
     ],
-    ids=["by K6V5", "both by K6V5", "by K5V4"],
+    ids=["by K6V5", "both by K6V5", "by K5V4", "both by K6V5 and K4V4"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rows_go_through_stages_as_in_the_simulation(
@@ -141,7 +142,8 @@ def test_rows_go_through_stages_as_in_the_simulation(
         pair = pair_of(staged(finals, **fields), **moments)
         store = pair.store
         assert [each.name for each in store.precisions[:2]] == ["K8V8", "K5V4" if "K5V4" in finals else "K6V5"]
-        assert len({layout.page_bytes for layout in store.layouts}) == 1 and len(store.layouts) == 2
+        assert len({layout.page_bytes for layout in store.layouts}) == 1
+        assert len(store.layouts) == 2 + (finals == ["K3V3", "K3V3"])
         store.lowering.note_final(0, tuple(0.0 if keep else math.inf for keep in keeps), (1, 2))
         pair.forward(40, left_padding((40, 20, 2)))
         held = []
@@ -154,16 +156,33 @@ def test_rows_go_through_stages_as_in_the_simulation(
                     rungs = np.where(keeps, 1, chance.integers(1, 3, (3, 2)))
                     rungs[0] = 2 - keeps
                 if forward == 9:
-                    rungs = np.broadcast_to(np.where(keeps, 0, 1), (3, 2)).copy()
+                    rungs = np.broadcast_to(len(store.layouts) - 1 - store.stage + ~keeps, (3, 2)).copy()
                 lower_by_stages(pair, rungs)
                 held.append((store.stage, int(store.low_heads.sum())))
             pair.forward(*((1, None) if forward % 5 else (9, left_padding((9, 1, 7)))))
             pair.compare()
         select_rows(store, torch.tensor([2, 0, 0]))
-    assert [stage for stage, _ in held] == [0, 0, 1, 1] and held[1][1] > 0
+    assert [stage for stage, _ in held] == [0, 0, 1, len(store.layouts) - 1] and held[1][1] > 0
     # as many as end at the last precision; the others are at the one before
     assert held[-1][1] == 3 * int((~keeps).sum())
-    assert [store.high.full_name, store.low.full_name] == [each.full_name for each in store.precisions[1:]]
+    assert (store.high, store.low) == store.precisions[-2:]
+
+
+@pytest.mark.parametrize("bits, fewer", [(4, 3), (3, 2), (6, 4)])
+def test_codes_of_fewer_bits_stand_for_whole_cells(bits: int, fewer: int) -> None:
+    """Lowered elements are in the middle of as many old codes each; from end to end they would not be."""
+    codes = torch.randint(2**bits, (50, 64), generator=torch.Generator().manual_seed(0))
+    codes[:, 0], codes[:, 1] = 0, 2**bits - 1
+    x, merged = (0.1 * codes - 0.7).double(), 2 ** (bits - fewer)
+    middles = 0.1 * (codes // merged * merged + (merged - 1) / 2).double() - 0.7
+
+    def error(rows: torch.Tensor) -> float:
+        low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+        step = (high - low) / (2**fewer - 1)
+        return float((((rows - low) / step).round() * step + low - middles).abs().max())
+
+    assert error(_within_cells(x, bits, fewer, 1, 1)) < 1e-6 < 0.02 < error(x)
+    assert torch.equal(_within_cells(x, bits, fewer, 2, 1), x) and torch.equal(_within_cells(x, 8, 4, 1, 1), x)
 
 
 def test_requests_keep_the_precisions_of_their_rows() -> None:

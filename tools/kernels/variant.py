@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_diffkv.config import Precision
 from hf_diffkv.config.presets import PRESETS
-from hf_diffkv.config.until_full import PRECISE
+from hf_diffkv.config.until_full import MIDDLES, PRECISE
 from hf_diffkv.heads.allocation import HEAD_LADDER, LAST_RUNGS
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 
@@ -18,8 +18,9 @@ UNIFORM_DIMS = (64, 128)
 PAIRS = (
     *sorted(combinations(reversed(HEAD_LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")),
     # while a budget fills
-    *((PRECISE.name, name) for name in ("K5V5", *LAST_RUNGS)),
-    *(("K5V5", name) for name in HEAD_LADDER[:2]),
+    *((PRECISE.name, name) for name in LAST_RUNGS),
+    *combinations([middle.name for middle in MIDDLES], 2),
+    *((MIDDLES[-1].name, name) for name in HEAD_LADDER[:2]),
 )
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
