@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_caches import about_machine, append_rows, load_model
+from cpu_caches import about_machine, append_rows
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from torch import Tensor
 from transformers import AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -29,7 +29,7 @@ from transformers.utils import logging
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.compat import passing
-from hf_diffkv.running.models import resolve_model
+from hf_diffkv.running.models import load_model, resolve_model
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "serving_until_full.jsonl"
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
-    model = load_model(args.model, torch.float32, 0)
+    model = load_model(resolve_model(args.model), "float32").eval()
     configs = engines(args.preset, args.window)
     max_bytes = int(args.precise_requests * bytes_of_one(model, configs["K8V8"], args.prompt + args.new))
     about = {**about_machine(), "threads": args.threads, "model": args.model, "prompt": args.prompt, "new": args.new}

@@ -224,7 +224,7 @@ class PageLayout:
 
         Args:
             precisions: at least two, one after the other.
-            max_positions: as in `of`. Other arguments as in `build`.
+            max_positions: upper bound on a request's tokens; None if unknown. Other arguments as in `build`.
         """
         few = max_positions is not None and max_positions <= NARROW_POSITIONS
         position_bytes = 2 if few and config.metadata_bits == 16 else 4

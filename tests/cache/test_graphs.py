@@ -125,7 +125,7 @@ def test_several_stores_under_a_budget(steps) -> None:
     model = build(2, num_key_value_heads=2)
     tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(3))
     fields = {"head_precisions": HEAD_PRECISIONS[:2]}
-    _, cache = run(model, True, tokens, 8, {**fields, "max_bytes": 14_000})
+    _, cache = run(model, True, tokens, 8, {**fields, "max_bytes": 20_000, "page_bytes": 1024})
     assert steps[0].captures == 1 and steps[0].replays == 6 and len(cache.stores.all) == 2
 
 
