@@ -134,6 +134,9 @@ class LayerSimulation:
         shape = (batch_size, num_key_value_heads)
         self.alpha_high = torch.as_tensor(alpha_high, dtype=torch.float32).expand(shape).clone()
         self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(shape).clone()
+        # whether a head's tokens may be stored at the high level first and at the low one later
+        finite = (self.alpha_high > 0) & (self.alpha_high < torch.inf)
+        self._demotes = high != low and bool(rule is not None or (finite | (self.alpha_low > 0)).any())
         if not ((self.alpha_low >= 0) & (self.alpha_low <= self.alpha_high)).all():
             raise ValueError("thresholds need 0 <= alpha_low <= alpha_high")
         self.window, self._all_sinks = window, sinks
@@ -455,7 +458,9 @@ class LayerSimulation:
                 high, low = self.high, self.low
                 kept = (
                     inner_cells(kept[0], (high.k_bits, low.k_bits), (high.k_groups, low.k_groups)),
-                    inner_cells(kept[1], (high.v_bits, low.v_bits), (high.v_groups, low.v_groups)),
+                    inner_cells(kept[1], (high.v_bits, low.v_bits), (high.v_groups, low.v_groups))
+                    if not self.narrow or low.v_bits != 2
+                    else kept[1],
                 )
             moment, damping = self._moment[row, head], 0.1
             if not self._is_prompt:
@@ -465,7 +470,10 @@ class LayerSimulation:
                 kept_keys = adapted_round_trip(kept[0], moment, *stored)
             else:
                 kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype, self.narrow)
-            kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype, self.narrow)
+            # values of two bits that are quantised anew stay in their range
+            inset = precision.v_bits == 2 and not (level == LOW and self._demotes and self.high.v_bits < 3)
+            inset = inset and not (self._lowers and self.high.v_bits == 2)
+            kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype, self.narrow, inset)
             if self.narrow:
                 self._sums[row, head, tokens] = nearest_score(self._sums[row, head, tokens])
             if self._transforms:

@@ -42,10 +42,17 @@ def quantise(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Ten
     return torch.where(step == 0, 0.0, codes), scale, zero
 
 
-def quantise_narrow(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantises in float32 with scales of 5 bits of mantissa and zero points of 6 bits; the range includes 0."""
+def quantise_narrow(x: Tensor, bits: int, groups: int = 1, inset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantises in float32 with scales of 5 bits of mantissa and zero points of 6 bits; the range includes 0.
+
+    With inset, the outermost codes lie a sixth of the range from its ends.
+    """
     x = x.to(torch.float32).unflatten(-1, (groups, -1))
-    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    if inset:
+        sixth = (high - low) / torch.full_like(low, 6)
+        low, high = low + sixth, high - sixth
+    low, high = low.clamp(max=0), high.clamp(min=0)
     top = 2**bits - 1
     half = ((high - low) / torch.full_like(low, top)).to(torch.float16).to(torch.float64)
     unit = 2.0 ** (half.clamp(min=2.0**-14).log2().floor() - 5)
@@ -69,11 +76,15 @@ def decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (codes * scale.to(torch.float32) + zero.to(torch.float32)).flatten(-2)
 
 
-def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bool = False) -> Tensor:
+def round_trip(
+    x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bool = False, inset: bool = False
+) -> Tensor:
     """Returns x after storing it, in its own dtype; 16 bits stand for `dtype`, the model's."""
     if bits == 16:
         return x.to(dtype).to(x.dtype)
-    return decode(*(quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)).to(x.dtype)
+    if narrow and bits <= 6:
+        return decode(*quantise_narrow(x, bits, groups, inset)).to(x.dtype)
+    return decode(*quantise(x, bits, groups)).to(x.dtype)
 
 
 def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Tensor:

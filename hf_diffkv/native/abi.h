@@ -4,16 +4,16 @@
 
 namespace diffkv {
 
-constexpr int64_t ABI_VERSION = 7;
+constexpr int64_t ABI_VERSION = 8;
 constexpr int MAX_TIERS = 4;
 constexpr int MAX_DIM = 512;
 
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum Status : int64_t { OK = 0, BAD_PAGE = 1, BAD_COUNT = 2, NO_MEMORY = 3 };
 
-// Keys or values of one tier; offsets, rows and a group's metadata are in bytes (pages/layout.py).
+// Keys or values of one tier; offsets, rows and a group's metadata are in bytes, `inset` is 0 or 1 (pages/layout.py).
 struct Side {
-  int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes;
+  int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes, inset;
 };
 
 struct Tier {

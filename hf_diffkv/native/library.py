@@ -22,7 +22,7 @@ _ERRORS = {
 }
 _logger = logging.getLogger("hf_diffkv")
 MAX_TIERS = 4
-ABI_VERSION = 7
+ABI_VERSION = 8
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -35,7 +35,7 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 
 
 class Side(ctypes.Structure):
-    _fields_ = _fields(int="bits groups dim row offset metadata_offset metadata_bytes")
+    _fields_ = _fields(int="bits groups dim row offset metadata_offset metadata_bytes inset")
 
 
 class Tier(ctypes.Structure):
@@ -155,7 +155,7 @@ def side_of(tier: TierLayout, name: str) -> Side:
     """Returns the part of a tier for keys or values; `name` is "key" or "value"."""
     numbers = (f"{name[0]}_bits", f"{name[0]}_groups", f"{name}_dim", f"{name}_row")
     numbers += (f"{name}_offset", f"{name}_metadata_offset", f"{name}_metadata")
-    return Side(*(getattr(tier, number) for number in numbers))
+    return Side(*(getattr(tier, number) for number in numbers), name == "value" and tier.value_inset)
 
 
 def _tier(tier: TierLayout) -> Tier:

@@ -81,7 +81,10 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     page = table[row[place], column(HIGH, index // high.capacity, table.shape[1])].long()
     key, value = store.ops.load_tokens(store.pool.pages, high, page, index % high.capacity, store.dtype)
     key = _within_cells(key, high.k_bits, low.k_bits, high.k_groups, low.k_groups)
-    value = _within_cells(value, high.v_bits, low.v_bits, high.v_groups, low.v_groups)
+    if low.value_inset:
+        value = _outwards(value, low.v_groups) if high.v_bits == low.v_bits else value
+    else:
+        value = _within_cells(value, high.v_bits, low.v_bits, high.v_groups, low.v_groups)
     key = _rounded(store, row, place, key)
     old = page[index % high.capacity == 0]
     is_high = torch.arange(table.shape[1], device=row.device) < pages_of(count, high.capacity)[:, None]
@@ -116,6 +119,15 @@ def _within_cells(x: Tensor, bits: int, fewer: int, groups: int, groups_after: i
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     inwards = (high - low) * ((2 ** (bits - fewer) - 1) / 2 / (2**bits - 1))
     return parts.clamp(low + inwards, high - inwards).flatten(-2)
+
+
+def _outwards(x: Tensor, groups: int) -> Tensor:
+    """Moves the ends of rows of decoded elements, [n, dim], outwards, so that inset codes have the same range again."""
+    parts = x.unflatten(-1, (groups, -1))
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    outwards = (high - low) / 4
+    found = torch.where(parts == low, low - outwards, torch.where(parts == high, high + outwards, parts))
+    return torch.where(high == low, parts, found).flatten(-2)
 
 
 def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:

@@ -73,11 +73,16 @@ def grown_score(total: float, index: int, length: int, tier: int, slack: float =
     return tuple(score_of(min(max(math.floor(place + side), 0), 0xFFFF)) for side in (-slack, slack))
 
 
-def quantise_row(row: np.ndarray, bits: int, groups: int, narrow: bool = False) -> tuple[list[int], list[Metadata]]:
+def quantise_row(
+    row: np.ndarray, bits: int, groups: int, narrow: bool = False, inset: bool = False
+) -> tuple[list[int], list[Metadata]]:
     """Codes of all elements of a float32 row and the metadata of each group."""
     codes, metadata = [], []
     for part in np.split(row.astype(np.float32), groups):
         low, high = part.min(), part.max()
+        if inset:
+            sixth = np.float32(high - low) / np.float32(6)
+            low, high = low + sixth, high - sixth
         if narrow:
             metadata.append(narrow_metadata(low, high, bits))
         else:
@@ -154,11 +159,12 @@ def write_token(
     dtype: torch.dtype,
 ) -> None:
     """Quantises one token into a page, uint8 [page_bytes]. Pages without scores have wide metadata here."""
-    for row, (bits, groups, row_bytes, offset, metadata_offset, narrow) in zip((key, value), _sides(tier)):
+    for is_value, (row, side) in enumerate(zip((key, value), _sides(tier))):
+        bits, groups, row_bytes, offset, metadata_offset, narrow = side
         if bits == 16:
             data = _raw(row, dtype)
         else:
-            codes, metadata = quantise_row(row, bits, groups, narrow)
+            codes, metadata = quantise_row(row, bits, groups, narrow, bool(is_value) and tier.value_inset)
             data = pack_row(codes, bits)
             size = (2 if narrow else 4) * groups
             words = np.array(metadata, dtype="<u2" if narrow else "<f2").reshape(-1).view(np.uint8)

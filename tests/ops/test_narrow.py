@@ -31,6 +31,24 @@ def test_codes_and_metadata(bits: int, groups: int) -> None:
         assert packed[row].numpy().tobytes() == pack_row(codes, bits)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_codes_that_are_inset(groups: int) -> None:
+    x = draw(200, 48)
+    x[:4] = torch.stack([torch.zeros(48), torch.full((48,), 3.25), torch.full((48,), -7.0), torch.arange(48.0) * 1e-7])
+    packed, metadata = quantize(x, 2, groups, metadata_bytes=2, inset=True)
+    for row in range(200):
+        codes, expected = quantise_row(x[row].numpy(), 2, groups, narrow=True, inset=True)
+        assert [word & 0xFFFF for word in metadata[row].tolist()] == expected
+        assert packed[row].numpy().tobytes() == pack_row(codes, 2)
+
+
+def test_inset_codes_lose_less_of_rotated_values() -> None:
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    packed = [quantize(x, 2, 1, metadata_bytes=2, inset=inset) for inset in (False, True)]
+    errors = [float((dequantize(*each, 2, 1, torch.float32) - x).square().mean()) for each in packed]
+    assert errors[1] < 0.6 * errors[0]
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_every_scale_and_zero_point(bits: int) -> None:
     """Zero points too are exact in float32."""

@@ -219,3 +219,21 @@ def test_tokens_that_are_larger_than_usual_pages(dim: int) -> None:
         layout = PageLayout.build(high, LOW, dim, 64, 4)
         check_tier(layout.high, high, dim, 64, 4)
         assert layout.high.capacity >= 16
+
+
+@pytest.mark.parametrize(
+    "high, low, numbers, inset",
+    [
+        ("K4V2", "K3V2", {"metadata_bits": 16, "position_bytes": 0}, (True, True)),
+        ("K4V3", "K3V2", {"metadata_bits": 16, "position_bytes": 0}, (False, True)),
+        ("K4V2", "K3V2", {"metadata_bits": 16, "position_bytes": 2}, (True, False)),
+        ("K8V4", "K4V2", {"metadata_bits": 16, "position_bytes": 4}, (False, True)),
+        ("K4V2", "K4V2", {"metadata_bits": 16, "position_bytes": 2}, (True, True)),
+        ("K8V4", "K4V2", {}, (False, False)),
+        ("K2V4", "K2V1", {"metadata_bits": 16, "position_bytes": 0}, (False, False)),
+    ],
+)
+def test_where_values_are_inset(high: str, low: str, numbers: dict[str, int], inset: tuple[bool, bool]) -> None:
+    """Narrow values of two bits are, but not where such values are demoted to them."""
+    layout = PageLayout.build(Precision.parse(high), Precision.parse(low), 64, 64, 2, **numbers)
+    assert (layout.high.value_inset, layout.low.value_inset) == inset

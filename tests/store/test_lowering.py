@@ -63,8 +63,9 @@ def lower(pair: Pair, rows: list[tuple[int, int]]) -> None:
         ("K4V3g2/1", {"metadata_bits": 16, "rotate": False, "center": False}, False),
         ("K3V2", {"metadata_bits": 16, "adaptive_rounding": True}, True),
         ("K4V3", {"metadata_bits": 16, "adaptive_rounding": True}, False),
+        ("K2V2", {"metadata_bits": 16, "adaptive_rounding": True, "until_full": "K3V2"}, True),
     ],
-    ids=["K5V4", "K4V3g2/1", "K3V2 for the model's queries", "K4V3 for the prompts'"],
+    ids=["K5V4", "K4V3g2/1", "K3V2 for the model's queries", "K4V3 for the prompts'", "two bits stay as they are"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rows_lowered_at_random_moments_equal_the_simulation(

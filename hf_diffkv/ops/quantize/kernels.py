@@ -80,7 +80,8 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
     `chosen` is a tile of codes to write, or None for the nearest ones.
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or as in `pages/segments.py` if a group's
-    metadata has 2 bytes. Codes are computed with the rounded pair.
+    metadata has 2 bytes. Codes are computed with the rounded pair. Inset ones (`pages/layout.py`) take min and max a
+    sixth of the range further in.
     """
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
@@ -104,6 +105,9 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
                 member = exists & (dim // GROUP_DIM == group)
             low = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
             high = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
+            if not IS_KEY and TIER.value_inset:
+                inwards = tl.div_rn(high - low, tl.zeros_like(low) + 6.0)
+                low, high = low + inwards, high - inwards
             if METADATA == 2:
                 word = narrow_metadata(low, high, BITS)
                 step, zero_point = scale_and_zero(word, BITS)

@@ -2,7 +2,7 @@
 
 zero = min and scale = (max - min) / (2^bits - 1) are rounded to fp16, or as in `pages/segments.py`. Codes are computed
 with the rounded pair, so that they fit the metadata they are decoded with. A scale of 0 decodes to exactly the zero
-point.
+point. Inset codes (`pages/layout.py`) take min + (max - min) / 6 and max - (max - min) / 6 instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from . import check_pages, check_tokens
 
 
 def quantize(
-    x: Tensor, bits: int, groups: int, dtype: torch.dtype | None = None, *, metadata_bytes: int = 4
+    x: Tensor,
+    bits: int,
+    groups: int,
+    dtype: torch.dtype | None = None,
+    *,
+    metadata_bytes: int = 4,
+    inset: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Quantises the last dimension.
 
@@ -27,6 +33,7 @@ def quantize(
         groups: number of equal, contiguous groups of the last dimension.
         dtype: dtype to store at 16 bits, the model's; None takes that of `x`.
         metadata_bytes: bytes of a group's metadata, 4 or 2.
+        inset: whether codes are inset.
 
     Returns:
         Packed codes, uint8 [..., dim * bits / 8] (at 16 bits the raw bytes), and the metadata: (scale, zero) as float16
@@ -36,6 +43,10 @@ def quantize(
         return x.to(dtype or x.dtype).contiguous().view(torch.uint8), None
     grouped = x.float().unflatten(-1, (groups, -1))
     low, high = grouped.aminmax(dim=-1, keepdim=True)
+    if inset:
+        # the divisor is a tensor, because PyTorch may divide by a number differently
+        inwards = (high - low) / torch.full_like(low, 6)
+        low, high = low + inwards, high - inwards
     levels = 2**bits - 1
     metadata = _metadata(low, high, bits, metadata_bytes)
     step, zero = _scale_and_zero(metadata, bits)
@@ -138,7 +149,12 @@ def store_tokens(
         contents.key, tier.k_bits, tier.k_groups, dtype, metadata_bytes=tier.key_metadata
     )
     view.value[page, slot], value_metadata = quantize(
-        contents.value, tier.v_bits, tier.v_groups, dtype, metadata_bytes=tier.value_metadata
+        contents.value,
+        tier.v_bits,
+        tier.v_groups,
+        dtype,
+        metadata_bytes=tier.value_metadata,
+        inset=tier.value_inset,
     )
     if key_metadata is not None:
         view.key_metadata[page, slot] = key_metadata
