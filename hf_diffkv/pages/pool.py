@@ -53,6 +53,14 @@ class PagePool:
         """Bytes held beyond the existing pages."""
         return self._reservation.slack
 
+    def copy_of(self, pages: Tensor) -> tuple[PagePool, Tensor]:
+        """Copies pages, int64 [n], to a new pool; returns it and their ids there, int64 [n]."""
+        pool = PagePool(self.page_bytes, self.device, self.max_pages)
+        pool.ensure_free(pages.numel())
+        _, fresh = pool.free_list.take(torch.tensor([pages.numel()], device=self.device))
+        pool.pages[fresh] = self.pages[pages]
+        return pool, fresh
+
     @property
     def pages(self) -> Tensor:
         """Memory of the pages, uint8 [at least capacity, page_bytes]; only the first `capacity` may be used."""

@@ -26,6 +26,7 @@ from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import make_policy
 from ..precision import Precision
+from .faults import changed_mask, too_few_pages, unstorable
 from .host_reads import read_together
 from .kv_heads import KVHeads
 from .lowering_state import LoweringState, precisions_of
@@ -42,11 +43,6 @@ PAGE_ENTRIES = 8
 GROWTH_PART = 32
 
 LayerThreshold = Union[float, tuple[float, ...]]
-
-
-def reads_are_free(device: torch.device) -> bool:
-    """Returns whether the host can read `device` at every step at no cost."""
-    return device.type == "cpu"
 
 
 class Padding:
@@ -298,11 +294,7 @@ class Store:
 
     def private_pages(self) -> tuple[PagePool, PageTable]:
         """Copies the pages in the table to a new pool; returns the pool and its table."""
-        pages = self.owned_pages().long()
-        pool = PagePool(self.pool.page_bytes, self.device, self.pool.max_pages)
-        pool.ensure_free(pages.numel())
-        _, fresh = pool.free_list.take(torch.tensor([pages.numel()], device=self.device))
-        pool.pages[fresh] = self.pool.pages[pages]
+        pool, fresh = self.pool.copy_of(self.owned_pages().long())
         table = self.table.copy()
         table.table[table.table != NULL_PAGE] = fresh.to(torch.int32)
         return pool, table
@@ -368,14 +360,6 @@ class Store:
             limit = min(FP16_RANGE, limit)
         # the mean subtracted from keys is no larger than the largest key
         return limit / 2 if self.config.center else limit
-
-    def value_message(self) -> str:
-        rotated = "rotated " if self.config.rotate else ""
-        return (
-            f"{rotated}keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; "
-            "check the model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use "
-            "DiffKVConfig.lossless()."
-        )
 
     def place_layer(self, layer: int, index: int) -> None:
         """Assigns `layer` of this store to the model's compressed layer `index`."""
@@ -507,20 +491,10 @@ class Store:
             RuntimeError: a compaction found too few free pages.
         """
         *arrays, invalid, changed_past, flag = read_together(*tensors, self.invalid, self.changed_past, self.flag)
-        self.raise_for(bool(invalid), bool(changed_past), bool(flag))
-        return arrays
-
-    def raise_for(self, invalid: bool, changed_past: bool, flag: bool) -> None:
-        """Raises as `look` does."""
         if invalid:
-            raise ValueError(self.value_message())
+            raise unstorable(self.config, self.value_limit)
         if changed_past:
-            raise ValueError(
-                "the attention mask of a step of one token hides tokens that are stored, or shows some that are not. "
-                "On this device tokens can be hidden only together with a forward of several tokens; what was "
-                "generated since then is wrong. Call cache.reset() and start over."
-            )
+            raise changed_mask()
         if flag:
-            raise RuntimeError(
-                "a compaction found too few pages, which the host should have provided; please report it."
-            )
+            raise too_few_pages()
+        return arrays

@@ -29,6 +29,7 @@ from ..ops.backend import compute_dtype
 from ..ops.rotation import tokens_at_once
 from ..ops.table import Ops
 from ..pages import EarlierTokens
+from .faults import unstorable
 from .state import Store
 
 
@@ -77,7 +78,7 @@ def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None)
         peak = torch.cat(peaks, dim=1)
         peak = peak if valid is None else torch.where(valid, peak, 0)
         if not bool((peak <= store.value_limit).all()):
-            raise ValueError(store.value_message())
+            raise unstorable(store.config, store.value_limit)
 
 
 def _peak(store: Store, tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from hf_diffkv.pages import NULL_PAGE
 from hf_diffkv.pages.rows import ROW_STATE
 from hf_diffkv.store.compaction import settle
 from hf_diffkv.store.decode import planned_scratch, prepare_scratch
+from hf_diffkv.store.faults import too_few_pages
 from hf_diffkv.store.host_reads import read_together
 from hf_diffkv.store.state import Padding, Store
 from hf_diffkv.store.step import bound_rows
@@ -70,7 +71,8 @@ class SlotStore(Store):
         settle(self)
         has_low = self.may_lower()
         high, low, has_low, flag = read_together(self.high_count, self.low_count, has_low, self.flag)
-        self.raise_for(False, False, bool(flag))
+        if flag:
+            raise too_few_pages()
         bound_rows(self, high, low, LOOKAHEAD)
         self.steps_left = LOOKAHEAD
         high_size, low_size = self.layout.high.capacity, self.layout.low.capacity

@@ -19,6 +19,7 @@ from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store.compaction import settle
 from hf_diffkv.store.decode import StepAttention
+from hf_diffkv.store.faults import unstorable
 from hf_diffkv.store.prompt import PromptAttention
 from hf_diffkv.store.state import Store
 
@@ -492,6 +493,6 @@ class Slots:
         """
         for store in [part.store for part in self.parts if self._step_slots.numel()]:
             spoiled = store.spoiled(self._step_slots)
-            self.failures.update({slot: ValueError(store.value_message()) for slot in spoiled})
+            self.failures.update({slot: unstorable(store.config, store.value_limit) for slot in spoiled})
         failures, self.failures = self.failures, {}
         return self.ranks.all_failures(failures)

@@ -1,0 +1,33 @@
+"""Errors of what went wrong on the device."""
+
+from __future__ import annotations
+
+from ..config import DiffKVConfig
+
+
+def unstorable(config: DiffKVConfig, limit: float) -> ValueError:
+    """Returns the error of keys or values that a store cannot hold.
+
+    Args:
+        config: configuration of the layers.
+        limit: largest magnitude of a stored element.
+    """
+    rotated = "rotated " if config.rotate else ""
+    return ValueError(
+        f"{rotated}keys or values are NaN, infinite or beyond {limit:g}, which the cache cannot store; check the "
+        "model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use DiffKVConfig.lossless()."
+    )
+
+
+def changed_mask() -> ValueError:
+    """Returns the error of a decode step whose mask does not match the stored tokens."""
+    return ValueError(
+        "the attention mask of a step of one token hides tokens that are stored, or shows some that are not. On this "
+        "device tokens can be hidden only together with a forward of several tokens; what was generated since then is "
+        "wrong. Call cache.reset() and start over."
+    )
+
+
+def too_few_pages() -> RuntimeError:
+    """Returns the error of a compaction without enough free pages."""
+    return RuntimeError("a compaction found too few pages, which the host should have provided; please report it.")
