@@ -47,7 +47,10 @@ def load_model(name: str, dtype: torch.dtype, layers: int) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: the model has not been fetched.
+        ValueError: another name.
     """
+    if name not in MODELS:
+        raise ValueError(f"{name!r} is none of {', '.join(MODELS)}.")
     if name in FOLDERS:
         if not FOLDERS[name].is_dir():
             raise FileNotFoundError(f"{name} is not in {FOLDERS[name]}; fetch it with `make models`.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .compat import passing
 from .config import DiffKVConfig
 from .config.latent import latent_dims
 from .config.layers import layer_configs, possible_precisions
-from .config.until_full import smaller_first
+from .config.until_full import joined_names
 from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
 from .precision import Precision
@@ -183,12 +183,9 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
     def most_fitting(lowered: bool) -> int:
         return longest(lambda tokens: _fits_budget(shape, held, batch, moments, tokens, lowered), most)
 
-    def names(precisions: Iterable[Precision]) -> str:
-        return "/".join(precision.full_name for precision in reversed(smaller_first(set(precisions))))
-
     begins, ends = most_fitting(False) + 1, most_fitting(True)
     rungs = [_precisions_of(layer, config) for layer, config in zip(compressed, held)]
-    precise, final = names(each[0] for each in rungs), names(each[-1] for each in rungs)
+    precise, final = joined_names(each[0] for each in rungs), joined_names(each[-1] for each in rungs)
     return BudgetPlan(int(config.max_bytes or 0), precise, final, begins, ends)
 
 

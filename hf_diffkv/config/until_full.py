@@ -68,6 +68,11 @@ def smaller_first(precisions: Iterable[Precision]) -> list[Precision]:
     return sorted(precisions, key=lambda precision: (payload_bits(precision), dataclasses.astuple(precision)))
 
 
+def joined_names(precisions: Iterable[Precision]) -> str:
+    """Returns the names of different precisions, from most to fewest bits."""
+    return "/".join(precision.full_name for precision in reversed(smaller_first(set(precisions))))
+
+
 def final_precisions(config: BudgetFields) -> tuple[Finals, ...] | None:
     """Returns the final precisions by layer, one entry if all layers are alike; None if tokens are chosen."""
     if config.policy != "diffkv":

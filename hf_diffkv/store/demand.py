@@ -24,6 +24,7 @@ class Demand:
             may, except at the first rung and at the last but one.
         harm: loss by doing so, likewise.
         page_bytes: bytes that a page takes.
+        capacity: tokens of a page at each rung, int64 [rungs].
         layers: index of each layer in the model.
     """
 
@@ -32,6 +33,7 @@ class Demand:
     may_lower: np.ndarray
     harm: np.ndarray
     page_bytes: int
+    capacity: np.ndarray
     layers: Sequence[int]
 
     @classmethod
@@ -41,17 +43,18 @@ class Demand:
         Args:
             final: whether the row is at the low precision, bool.
         """
-        rungs, now = capacities(store), final.astype(np.int64)
-        before = pages_of(held, np.array(rungs)[now])
-        pages = np.stack([pages_of(held + more, rung) - before for rung in rungs])
-        moves = (len(rungs) - 1, *held.shape)
+        capacity, now = np.array(capacities(store)), final.astype(np.int64)
+        before = pages_of(held, capacity[now])
+        pages = np.stack([pages_of(held + more, tokens) - before for tokens in capacity])
+        moves = (len(capacity) - 1, *held.shape)
         known = store.lowering.harm
         harm = 1.0 if known is None else known[store.stage :, store.layers][:, :, None]
         may_lower = np.ones(moves, dtype=bool)
         may_lower[0] &= ~final
         if store.lowering.keeps is not None:
             may_lower[-1] &= ~store.lowering.keeps[:, None]
-        return cls(pages, now, may_lower, np.broadcast_to(harm, moves), page_bytes(store), store.layers)
+        harm = np.broadcast_to(harm, moves)
+        return cls(pages, now, may_lower, harm, page_bytes(store), capacity, store.layers)
 
     @property
     def last(self) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config.until_full import smaller_first
+from ..config.until_full import joined_names
 from ..ops.backend import compute_dtype
 from ..pages.pool import FREE
 from .demand import Demand, capacities, page_bytes, rows_to_lower
@@ -36,7 +36,6 @@ class Part:
     Attributes:
         demand: pages that its rows take.
         held: tokens of each row outside its window, int64 [layers, batch, heads].
-        capacity: tokens of a page at each rung of `demand`, int64 [rungs].
         free: free pages.
         more: bytes outside the pool that are needed besides.
     """
@@ -44,7 +43,6 @@ class Part:
     store: Store
     demand: Demand
     held: np.ndarray
-    capacity: np.ndarray
     free: int
     more: int = 0
 
@@ -52,7 +50,7 @@ class Part:
     def of_growth(cls, store: Store, tokens: np.ndarray | int, more: int = 0) -> Part:
         """Returns what rows that get `tokens` more tokens ask."""
         held, final, free = _held(store)
-        return cls(store, Demand.of_growth(store, held, tokens, final), held, np.array(capacities(store)), free, more)
+        return cls(store, Demand.of_growth(store, held, tokens, final), held, free, more)
 
     def lowers(self, rungs: np.ndarray) -> bool:
         """Returns whether some row is lowered to get to `rungs`."""
@@ -63,12 +61,15 @@ class Part:
 
         Pages that lowering itself gives back are free by then; those of requests that are dropped are not.
         """
-        given = pages_of(self.held, self.capacity[self.demand.now]) - pages_of(self.held, self.capacity[rungs])
-        return int((self.demand.at(rungs) + given).sum())
+        return int((self.demand.at(rungs) + self.pages(self.demand.now) - self.pages(rungs)).sum())
+
+    def pages(self, rungs: np.ndarray) -> np.ndarray:
+        """Returns the pages that the tokens of each row take at `rungs`, int64 [layers, batch, heads]."""
+        return pages_of(self.held, self.demand.capacity[rungs])
 
     def pages_a_token(self, rungs: np.ndarray) -> float:
         """Returns the pages that a token more of each row takes on average once the rows are at `rungs`."""
-        return float((1 / self.capacity[rungs]).sum())
+        return float((1 / self.demand.capacity[rungs]).sum())
 
 
 def together(store: Store) -> list[Store]:
@@ -118,7 +119,7 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
     unusable = 0
     while (chosen := rows_to_lower(demands, room - unusable)) is not None:
         # pages of requests that are dropped serve their own store only
-        own = sum(max(0, -part.need(rows)) * size for part, rows, size in zip(parts, chosen, sizes))
+        own = sum(max(0, -part.need(rungs)) * size for part, rungs, size in zip(parts, chosen, sizes))
         if own <= unusable:
             break
         unusable = own
@@ -148,11 +149,11 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
         spare: bytes by which all pools together may grow; negative if they have to shrink.
     """
     sizes, free = [part.demand.page_bytes for part in parts], [part.store.pool.free_list.free for part in parts]
-    need = [max(0, part.need(rows)) for part, rows in zip(parts, chosen)]
+    need = [max(0, part.need(rungs)) for part, rungs in zip(parts, chosen)]
     lacking = sum(max(0, n - f) * size for n, f, size in zip(need, free, sizes))
     if lacking > spare:
         left = max(0, spare + sum((f - n) * size for n, f, size in zip(need, free, sizes)))
-        shares = [part.pages_a_token(rows) * size for part, rows, size in zip(parts, chosen, sizes)]
+        shares = [part.pages_a_token(rungs) * size for part, rungs, size in zip(parts, chosen, sizes)]
         for part, n, f, size, share in zip(parts, need, free, sizes, shares):
             pool = part.store.pool
             pool.truncate(pool.capacity - f + n + int(left * share / sum(shares) / size), part.store.table.table)
@@ -220,7 +221,7 @@ def make_room_for_copies(store: Store, index: Tensor) -> None:
     for each in together(store):
         more = (each.bytes - each.pool.bytes) * max(0, index.numel() - each.batch_size) // each.batch_size
         part = Part.of_growth(each, 0, more)
-        now = pages_of(part.held, part.capacity[part.demand.now])
+        now = part.pages(part.demand.now)
         # a request that is dropped gives its pages back and is not worth lowering
         pages = np.where(copies > 0, (part.demand.pages + now) * copies - now, -now)
         parts.append(replace(part, demand=replace(part.demand, pages=pages)))
@@ -296,7 +297,7 @@ def names_of(stores: Iterable[Store], rung: int) -> str:
     Args:
         rung: index into `Store.precisions`: 0 for the first ones, -1 for the last ones.
     """
-    return "/".join(precision.full_name for precision in reversed(smaller_first({s.precisions[rung] for s in stores})))
+    return joined_names(store.precisions[rung] for store in stores)
 
 
 def _tell(stores: Sequence[Store]) -> None:

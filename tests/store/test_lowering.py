@@ -218,6 +218,7 @@ def test_rows_give_way_to_other_memory() -> None:
 
 def demand_of(pages: np.ndarray, may_lower: np.ndarray, harm: np.ndarray, **given) -> Demand:
     given = {"page_bytes": 1, "layers": list(range(pages.shape[1])), "now": np.zeros(pages.shape[1:], int), **given}
+    given = {"capacity": np.ones(pages.shape[0], int), **given}
     return Demand(pages, may_lower=may_lower, harm=harm, **given)
 
 
