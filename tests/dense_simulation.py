@@ -12,7 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from simulated_storage import SimPrecision, adapted_round_trip, inner_cells, nearest_score, rotation, round_trip
+from simulated_storage import (
+    SimPrecision,
+    adapted_round_trip,
+    inner_cells,
+    inset_of,
+    merged_cells,
+    nearest_score,
+    rotation,
+    round_trip,
+)
 from torch import Tensor
 
 PADDING, PRUNED, LOW, HIGH, WINDOW = -1, 0, 1, 2, 3
@@ -134,9 +143,11 @@ class LayerSimulation:
         shape = (batch_size, num_key_value_heads)
         self.alpha_high = torch.as_tensor(alpha_high, dtype=torch.float32).expand(shape).clone()
         self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(shape).clone()
-        # whether a head's tokens may be stored at the high level first and at the low one later
+        # whether a head's tokens may be stored at the high level first, and at the low one with as many bits later
         finite = (self.alpha_high > 0) & (self.alpha_high < torch.inf)
-        self._demotes = high != low and bool(rule is not None or (finite | (self.alpha_low > 0)).any())
+        selects = rule is not None or bool((finite | (self.alpha_low > 0)).any())
+        self._demotes = selects and high != low and high.v_bits <= low.v_bits
+        self._insets = self.narrow and rotate
         if not ((self.alpha_low >= 0) & (self.alpha_low <= self.alpha_high)).all():
             raise ValueError("thresholds need 0 <= alpha_low <= alpha_high")
         self.window, self._all_sinks = window, sinks
@@ -438,6 +449,12 @@ class LayerSimulation:
                     for token, level in self.rule.step(self._head(row, head), candidate):
                         self._store(row, head, torch.tensor([token]), level)
 
+    def _inset(self, precision: SimPrecision, dim: int, level: int) -> tuple[float, float]:
+        """How values are quantised at a level: parts of the range at each end, and shrinkage."""
+        if not self._insets or level == LOW and self._demotes:
+            return 0.0, 1.0
+        return inset_of(precision.v_bits, dim // precision.v_groups)
+
     def _store(self, row: int, head: int, tokens: Tensor, level: int) -> None:
         """Move tokens of one head to a level, starting from the values they have now."""
         if tokens.numel() == 0:
@@ -456,12 +473,15 @@ class LayerSimulation:
                 kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
             if self._lowers:
                 high, low = self.high, self.low
-                kept = (
-                    inner_cells(kept[0], (high.k_bits, low.k_bits), (high.k_groups, low.k_groups)),
-                    inner_cells(kept[1], (high.v_bits, low.v_bits), (high.v_groups, low.v_groups))
-                    if not self.narrow or low.v_bits != 2
-                    else kept[1],
-                )
+                bits, groups = (high.v_bits, low.v_bits), (high.v_groups, low.v_groups)
+                key = inner_cells(kept[0], (high.k_bits, low.k_bits), (high.k_groups, low.k_groups))
+                inset = self._inset(low, kept[1].shape[1], LOW)
+                if not inset[0]:
+                    kept = key, inner_cells(kept[1], bits, groups)
+                elif 0 <= bits[0] - bits[1] < 3 and groups[0] == groups[1]:
+                    kept = key, merged_cells(kept[1], bits, groups[0], inset)
+                else:
+                    kept = key, kept[1]
             moment, damping = self._moment[row, head], 0.1
             if not self._is_prompt:
                 moment, damping = None if self._model_moment is None else self._model_moment[head], 0.0
@@ -470,9 +490,7 @@ class LayerSimulation:
                 kept_keys = adapted_round_trip(kept[0], moment, *stored)
             else:
                 kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype, self.narrow)
-            # values of two bits that are quantised anew stay in their range
-            inset = precision.v_bits == 2 and not (level == LOW and self._demotes and self.high.v_bits < 3)
-            inset = inset and not (self._lowers and self.high.v_bits == 2)
+            inset = self._inset(precision, kept[1].shape[1], level)
             kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype, self.narrow, inset)
             if self.narrow:
                 self._sums[row, head, tokens] = nearest_score(self._sums[row, head, tokens])

@@ -42,16 +42,43 @@ def quantise(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Ten
     return torch.where(step == 0, 0.0, codes), scale, zero
 
 
-def quantise_narrow(x: Tensor, bits: int, groups: int = 1, inset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+# by elements of a group: parts of a rotated value's range, one of which is left free at each end, and 1024 times the
+# shrinkage, for 2, 3 and 4 bits
+INSETS = {
+    16: ((10.5, 941), (48, 1009)),
+    32: ((7.5, 926), (24, 1000)),
+    64: ((6, 919), (14, 992), (48, 1016)),
+    96: ((5.5, 920), (12, 993), (32, 1015)),
+    128: ((5, 909), (10, 989), (24, 1013)),
+    192: ((4.5, 897), (9, 991), (20, 1014)),
+    256: ((4.5, 910), (8, 989), (20, 1015)),
+    512: ((4, 897), (7, 992), (16, 1017)),
+}
+
+
+def inset_of(bits: int, elements: int) -> tuple[float, float]:
+    """Parts and shrinkage of the largest group that is not above `elements`; (0, 1) if there are none."""
+    sizes = [size for size in INSETS if size <= elements]
+    if not sizes or not 2 <= bits < 2 + len(INSETS[sizes[-1]]):
+        return 0.0, 1.0
+    parts, shrinkage = INSETS[sizes[-1]][bits - 2]
+    return float(parts), shrinkage / 1024
+
+
+def quantise_narrow(
+    x: Tensor, bits: int, groups: int = 1, inset: tuple[float, float] = (0.0, 1.0)
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises in float32 with scales of 5 bits of mantissa and zero points of 6 bits; the range includes 0.
 
-    With inset, the outermost codes lie a sixth of the range from its ends.
+    inset: x is divided by the second number; the outermost codes lie one of so many parts of the range from its ends
+    as the first number says, or at its ends if it is 0.
     """
     x = x.to(torch.float32).unflatten(-1, (groups, -1))
+    x = x / torch.full_like(x, inset[1])
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    if inset:
-        sixth = (high - low) / torch.full_like(low, 6)
-        low, high = low + sixth, high - sixth
+    if inset[0]:
+        part = (high - low) / torch.full_like(low, inset[0])
+        low, high = low + part, high - part
     low, high = low.clamp(max=0), high.clamp(min=0)
     top = 2**bits - 1
     half = ((high - low) / torch.full_like(low, top)).to(torch.float16).to(torch.float64)
@@ -77,7 +104,12 @@ def decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def round_trip(
-    x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bool = False, inset: bool = False
+    x: Tensor,
+    bits: int,
+    groups: int,
+    dtype: torch.dtype,
+    narrow: bool = False,
+    inset: tuple[float, float] = (0.0, 1.0),
 ) -> Tensor:
     """Returns x after storing it, in its own dtype; 16 bits stand for `dtype`, the model's."""
     if bits == 16:
@@ -102,6 +134,32 @@ def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Te
         code = (part - low) / step
         found.append(low + step * code.clamp((merged - 1) / 2, steps - (merged - 1) / 2))
     return torch.cat(found, -1)
+
+
+def merged_cells(x: Tensor, bits: tuple[int, int], groups: int, inset: tuple[float, float]) -> Tensor:
+    """Decoded rows as they are quantised again with an inset, so that codes stand for whole numbers of those before.
+
+    What is decoded then has the same product with x as x itself. Codes of as many bits stay as they are.
+    """
+    merged, top = 2 ** (bits[0] - bits[1]), 2 ** bits[1] - 1
+    rows = []
+    for row in x.double():
+        parts = row.chunk(groups)
+        codes, decoded = [], []
+        for part in parts:
+            step = float(part.max() - part.min()) / (2 ** bits[0] - 1)
+            before = ((part - part.min()) / (step or 1.0)).round()
+            codes.append(before.div(merged, rounding_mode="floor"))
+            decoded.append(part.min() + step * (codes[-1] * merged + (merged - 1) / 2))
+        product = float((torch.cat(decoded) * row).sum())
+        scale = float(row.square().sum()) / product if product else 1.0
+        for index, (part, code) in enumerate(zip(parts, codes)):
+            step = float(part.max() - part.min()) / (2 ** bits[0] - 1) * merged
+            # the grid is all of the range but two of the inset's parts
+            end = step * top / (1 - 2 / inset[0]) / inset[0]
+            decoded[index] = scale * (decoded[index] + end * (1.0 * (code == top) - 1.0 * (code == 0)))
+        rows.append(torch.cat(decoded) * inset[1])
+    return torch.stack(rows).to(x.dtype) if rows else x
 
 
 def adapted_round_trip(

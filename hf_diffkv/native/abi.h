@@ -11,9 +11,11 @@ constexpr int MAX_DIM = 512;
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum Status : int64_t { OK = 0, BAD_PAGE = 1, BAD_COUNT = 2, NO_MEMORY = 3 };
 
-// Keys or values of one tier; offsets, rows and a group's metadata are in bytes, `inset` is 0 or 1 (pages/layout.py).
+// Keys or values of one tier; offsets, rows and a group's metadata are in bytes (pages/layout.py). The last two numbers
+// are those of pages/inset.py.
 struct Side {
-  int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes, inset;
+  int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes;
+  float parts, shrinkage;
 };
 
 struct Tier {

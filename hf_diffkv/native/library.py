@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..pages import LayerRows, PageLayout, TierLayout
+from ..pages.inset import WHOLE
 from .path import PATH
 
 INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
@@ -35,7 +36,7 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 
 
 class Side(ctypes.Structure):
-    _fields_ = _fields(int="bits groups dim row offset metadata_offset metadata_bytes inset")
+    _fields_ = _fields(int="bits groups dim row offset metadata_offset metadata_bytes", float="parts shrinkage")
 
 
 class Tier(ctypes.Structure):
@@ -155,7 +156,7 @@ def side_of(tier: TierLayout, name: str) -> Side:
     """Returns the part of a tier for keys or values; `name` is "key" or "value"."""
     numbers = (f"{name[0]}_bits", f"{name[0]}_groups", f"{name}_dim", f"{name}_row")
     numbers += (f"{name}_offset", f"{name}_metadata_offset", f"{name}_metadata")
-    return Side(*(getattr(tier, number) for number in numbers), name == "value" and tier.value_inset)
+    return Side(*(getattr(tier, number) for number in numbers), *(tier.value_inset if name == "value" else WHOLE))
 
 
 def _tier(tier: TierLayout) -> Tier:

@@ -191,8 +191,8 @@ inline void quantize_group(uint8_t* page, const Side& side, int64_t slot, int gr
                            uint8_t* codes) {
   float low, high, step, from;
   range_of(x, count, low, high);
-  if (side.inset) {
-    const float inwards = (high - low) / 6;
+  if (side.parts > 0) {
+    const float inwards = (high - low) / side.parts;
     low += inwards;
     high -= inwards;
   }
@@ -220,6 +220,11 @@ inline void store_row(uint8_t* page, const Side& side, int32_t dtype, int64_t sl
       }
     });
     return;
+  }
+  float larger[MAX_DIM];
+  if (side.shrinkage != 1) {
+    for (int d = 0; d < side.dim; d++) larger[d] = x[d] / side.shrinkage;
+    x = larger;
   }
   uint8_t codes[MAX_DIM];
   const int size = side.dim / side.groups;

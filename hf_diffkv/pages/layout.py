@@ -23,8 +23,7 @@ z / 63 into the range that the codes cover, which always contains 0. A uint16 sc
 bits s * 2^13 + 81 * 2^23, or 0 if s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. The rounding of both is
 described in `pages/segments.py`.
 
-Narrow values of 2 bits are inset: their codes cover the middle two thirds of a group's range. The ends of a rotated
-value's range are rare, so that the mean square error is .57 of that of codes from end to end.
+Rotated values of few bits in narrow pages are inset (`pages/inset.py`): codes are chosen otherwise and read the same.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from functools import cache, cached_property
 from typing import Protocol
 
 from ..precision import SUPPORTED_BITS, Precision
+from .inset import WHOLE, Inset, inset_of
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
@@ -46,8 +46,6 @@ GOOD_FILL = {32: 0.995, 16: 0.98}
 # products with narrow zero points of wider codes are not exact in float32, so those codes always have 32-bit metadata
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
-# bits of inset values; with more bits, or for keys rounded for queries, the inset does not lower the loss
-INSET_BITS = 2
 # numbers of pages whose tokens all have one precision: narrow, without scores and positions
 UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 
@@ -69,8 +67,7 @@ class TierLayout:
         capacity: tokens per page.
         key_row, value_row: bytes of one token's codes.
         key_metadata, value_metadata: bytes of one group's metadata; 0 at 16 bits.
-        value_inset: whether the codes of values are inset; not where values of as few bits are demoted to the tier,
-            as quantising them twice must not narrow their range twice.
+        value_inset: how values are quantised (`pages/inset.py`).
         score_bytes, position_bytes: bytes of one token's score and position; both 0 if pages have neither.
         page_bytes: bytes of a page.
         token_bytes: bytes of one token in all segments.
@@ -88,7 +85,7 @@ class TierLayout:
     value_row: int
     key_metadata: int
     value_metadata: int
-    value_inset: bool
+    value_inset: Inset
     score_bytes: int
     position_bytes: int
     token_bytes: int
@@ -99,6 +96,16 @@ class TierLayout:
     score_offset: int
     position_offset: int
     page_bytes: int
+
+    @property
+    def value_parts(self) -> float:
+        """`Inset.parts` of values."""
+        return self.value_inset.parts
+
+    @property
+    def value_shrinkage(self) -> float:
+        """`Inset.shrinkage` of values."""
+        return self.value_inset.shrinkage
 
     @property
     def payload_bits(self) -> int:
@@ -117,6 +124,8 @@ class PageFields(Protocol):
     def metadata_bits(self) -> int: ...
     @property
     def page_bytes(self) -> int | None: ...
+    @property
+    def rotate(self) -> bool: ...
     @property
     def selects(self) -> bool: ...
 
@@ -153,6 +162,7 @@ class PageLayout:
         metadata_bits: int = 32,
         position_bytes: int = 4,
         others: tuple[Precision, ...] = (),
+        rotated: bool = False,
     ) -> PageLayout:
         """Builds the layout with the page size that both tiers fill best.
 
@@ -165,6 +175,7 @@ class PageLayout:
             metadata_bits: 32 for wide pages, 16 for narrow ones.
             position_bytes: bytes of a position: 4, or 2 in narrow pages if all positions are below `NARROW_POSITIONS`;
                 0 for pages without scores and positions.
+            rotated: whether values are rotated.
 
         Raises:
             ValueError: bits or groups do not divide the head, or a page is too small for one token.
@@ -201,10 +212,11 @@ class PageLayout:
                 best, best_fill = size, fill
             if fill >= GOOD_FILL[metadata_bits]:
                 break
-        demotes = position_bytes > 0 and high != low
+        # values that are demoted to as many bits must stay as they are
+        demotes = position_bytes > 0 and high != low and high.v_bits <= low.v_bits
         return cls(
-            high=_tier(high, sizes[high], key_dim, value_dim, best),
-            low=_tier(low, sizes[low], key_dim, value_dim, best, demoted=high if demotes else None),
+            high=_tier(high, sizes[high], key_dim, value_dim, best, rotated),
+            low=_tier(low, sizes[low], key_dim, value_dim, best, rotated and not demotes),
             page_bytes=best,
         )
 
@@ -243,6 +255,7 @@ class PageLayout:
                 metadata_bits=config.metadata_bits,
                 position_bytes=position_bytes if config.selects else 0,
                 others=tuple(each for each in dict.fromkeys(precisions) if each not in (high, low)),
+                rotated=config.rotate,
             )
             for high, low in zip(precisions, precisions[1:])
         )
@@ -296,11 +309,11 @@ def _tier(
     key_dim: int,
     value_dim: int,
     page_bytes: int,
-    demoted: Precision | None = None,
+    inset: bool,
 ) -> TierLayout:
     capacity = _capacity(sizes, page_bytes)
     key_row, key_metadata, value_row, value_metadata, score_bytes, position_bytes = sizes
-    fewer = demoted is None or demoted.v_bits > INSET_BITS
+    inset = inset and value_metadata == 2 * precision.v_groups
     places = ("key", "key_metadata", "value", "value_metadata", "score", "position")
     return TierLayout(
         k_bits=precision.k_bits,
@@ -314,7 +327,7 @@ def _tier(
         value_row=value_row,
         key_metadata=key_metadata // precision.k_groups,
         value_metadata=value_metadata // precision.v_groups,
-        value_inset=fewer and precision.v_bits == INSET_BITS and value_metadata == 2 * precision.v_groups,
+        value_inset=inset_of(precision.v_bits, value_dim // precision.v_groups) if inset else WHOLE,
         score_bytes=score_bytes,
         position_bytes=position_bytes,
         token_bytes=sum(sizes),

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..pages import HIGH, LOW, NULL_PAGE, column
+from ..pages import HIGH, LOW, NULL_PAGE, TierLayout, column
+from ..pages.inset import WHOLE, Inset
 from ..pages.segments import Contents
 from .prompt_kernels import pages_of
 from .state import Store
@@ -81,10 +82,7 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     page = table[row[place], column(HIGH, index // high.capacity, table.shape[1])].long()
     key, value = store.ops.load_tokens(store.pool.pages, high, page, index % high.capacity, store.dtype)
     key = _within_cells(key, high.k_bits, low.k_bits, high.k_groups, low.k_groups)
-    if low.value_inset:
-        value = _outwards(value, low.v_groups) if high.v_bits == low.v_bits else value
-    else:
-        value = _within_cells(value, high.v_bits, low.v_bits, high.v_groups, low.v_groups)
+    value = _fewer_value_bits(value, high, low)
     key = _rounded(store, row, place, key)
     old = page[index % high.capacity == 0]
     is_high = torch.arange(table.shape[1], device=row.device) < pages_of(count, high.capacity)[:, None]
@@ -100,6 +98,16 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     store.ops.store_tokens(store.pool.pages, low, page, index % low.capacity, contents, store.dtype)
     store.low_count.view(-1)[row] = count.to(store.low_count.dtype)
     store.high_count.view(-1)[row] = 0
+
+
+def _fewer_value_bits(value: Tensor, high: TierLayout, low: TierLayout) -> Tensor:
+    """Returns decoded values, [n, value_dim], of the high tier as those that the low one is given."""
+    bits, fewer = high.v_bits, low.v_bits
+    if low.value_inset == WHOLE:
+        return _within_cells(value, bits, fewer, high.v_groups, low.v_groups)
+    if not 0 <= bits - fewer <= MOST_MERGED or high.v_groups != low.v_groups:
+        return value
+    return _merged(value, bits, fewer, low.v_groups, low.value_inset)
 
 
 def _within_cells(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int) -> Tensor:
@@ -121,13 +129,30 @@ def _within_cells(x: Tensor, bits: int, fewer: int, groups: int, groups_after: i
     return parts.clamp(low + inwards, high - inwards).flatten(-2)
 
 
-def _outwards(x: Tensor, groups: int) -> Tensor:
-    """Moves the ends of rows of decoded elements, [n, dim], outwards, so that inset codes have the same range again."""
+def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tensor:
+    """Returns elements whose inset codes stand for whole numbers of the codes before, as in `_within_cells`.
+
+    They are scaled so that what is stored is on average as large as `x`, and left as they are with as many bits.
+
+    Args:
+        x: decoded elements, [n, dim].
+        bits, fewer: bits of the codes before and after.
+        groups: quantisation groups.
+        inset: inset of the codes after.
+    """
     parts = x.unflatten(-1, (groups, -1))
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
-    outwards = (high - low) / 4
-    found = torch.where(parts == low, low - outwards, torch.where(parts == high, high + outwards, parts))
-    return torch.where(high == low, parts, found).flatten(-2)
+    first = low + (high - low) * ((2 ** (bits - fewer) - 1) / 2 / (2**bits - 1))
+    top, width = 2**fewer - 1, low + high - 2 * first
+    step = width / top
+    code = ((parts - first) / torch.where(step == 0, 1.0, step)).round().clamp(0, top)
+    found = first + code * step
+    ends = (found * parts).sum((-2, -1), keepdim=True)
+    scale = (parts * parts).sum((-2, -1), keepdim=True) / torch.where(ends == 0, 1.0, ends)
+    # the outermost codes take what is beyond the others' range
+    beyond = width / (inset.parts - 2)
+    found = found + torch.where(code == 0, -beyond, torch.where(code == top, beyond, 0.0))
+    return (found * (scale * inset.shrinkage)).flatten(-2)
 
 
 def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:

@@ -74,15 +74,16 @@ def grown_score(total: float, index: int, length: int, tier: int, slack: float =
 
 
 def quantise_row(
-    row: np.ndarray, bits: int, groups: int, narrow: bool = False, inset: bool = False
+    row: np.ndarray, bits: int, groups: int, narrow: bool = False, inset: tuple[float, float] = (0.0, 1.0)
 ) -> tuple[list[int], list[Metadata]]:
     """Codes of all elements of a float32 row and the metadata of each group."""
     codes, metadata = [], []
     for part in np.split(row.astype(np.float32), groups):
+        part = part / np.float32(inset[1])
         low, high = part.min(), part.max()
-        if inset:
-            sixth = np.float32(high - low) / np.float32(6)
-            low, high = low + sixth, high - sixth
+        if inset[0]:
+            end = np.float32(high - low) / np.float32(inset[0])
+            low, high = low + end, high - end
         if narrow:
             metadata.append(narrow_metadata(low, high, bits))
         else:
@@ -164,7 +165,7 @@ def write_token(
         if bits == 16:
             data = _raw(row, dtype)
         else:
-            codes, metadata = quantise_row(row, bits, groups, narrow, bool(is_value) and tier.value_inset)
+            codes, metadata = quantise_row(row, bits, groups, narrow, tier.value_inset if is_value else (0.0, 1.0))
             data = pack_row(codes, bits)
             size = (2 if narrow else 4) * groups
             words = np.array(metadata, dtype="<u2" if narrow else "<f2").reshape(-1).view(np.uint8)

@@ -12,6 +12,7 @@ from test_quantize_reference import draw
 
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
 from hf_diffkv.pages import segments
+from hf_diffkv.pages.inset import WHOLE, Inset, inset_of
 from hf_diffkv.pages.layout import MOST_NARROW_BITS
 from hf_diffkv.precision import CODE_BITS
 
@@ -32,21 +33,49 @@ def test_codes_and_metadata(bits: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_codes_that_are_inset(groups: int) -> None:
-    x = draw(200, 48)
-    x[:4] = torch.stack([torch.zeros(48), torch.full((48,), 3.25), torch.full((48,), -7.0), torch.arange(48.0) * 1e-7])
-    packed, metadata = quantize(x, 2, groups, metadata_bytes=2, inset=True)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_codes_that_are_inset(bits: int, groups: int) -> None:
+    x = draw(200, 192)
+    x[:3] = torch.stack([torch.zeros(192), torch.full((192,), 3.25), torch.full((192,), -7.0)])
+    inset = Inset(11.0, 15 / 16)
+    packed, metadata = quantize(x, bits, groups, metadata_bytes=2, inset=inset)
     for row in range(200):
-        codes, expected = quantise_row(x[row].numpy(), 2, groups, narrow=True, inset=True)
+        codes, expected = quantise_row(x[row].numpy(), bits, groups, narrow=True, inset=inset)
         assert [word & 0xFFFF for word in metadata[row].tolist()] == expected
-        assert packed[row].numpy().tobytes() == pack_row(codes, 2)
+        assert packed[row].numpy().tobytes() == pack_row(codes, bits)
 
 
-def test_inset_codes_lose_less_of_rotated_values() -> None:
-    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
-    packed = [quantize(x, 2, 1, metadata_bytes=2, inset=inset) for inset in (False, True)]
-    errors = [float((dequantize(*each, 2, 1, torch.float32) - x).square().mean()) for each in packed]
-    assert errors[1] < 0.6 * errors[0]
+@pytest.mark.parametrize(
+    "elements, bits, less",
+    [
+        *((64, 2, 0.68), (64, 3, 0.89), (64, 4, 0.98), (80, 2, 0.66), (96, 2, 0.63), (96, 3, 0.86), (96, 4, 0.97)),
+        *(
+            (128, 2, 0.59),
+            (128, 3, 0.82),
+            (128, 4, 0.95),
+            (192, 2, 0.55),
+            (256, 2, 0.52),
+            (256, 3, 0.75),
+            (256, 4, 0.9),
+        ),
+        *((32, 2, 0.79), (32, 3, 0.95), (16, 2, 0.89), (16, 3, 0.99), (512, 3, 0.67)),
+    ],
+)
+def test_inset_codes_lose_less_and_shrink_nothing(elements: int, bits: int, less: float) -> None:
+    """`less` is the mean square error over that of codes from end to end."""
+    x = torch.randn(4000, elements, generator=torch.Generator().manual_seed(0))
+    packed = [quantize(x, bits, 1, metadata_bytes=2, inset=inset) for inset in (WHOLE, inset_of(bits, elements))]
+    decoded = [dequantize(*each, bits, 1, torch.float32) for each in packed]
+    errors = [float((each - x).square().mean()) for each in decoded]
+    assert errors[1] < less * errors[0]
+    # groups of other sizes take the inset of smaller ones
+    near = 0.015 if elements == 80 else 0.003
+    assert abs(float((decoded[1] * x).mean() / x.square().mean()) - 1) < near
+
+
+@pytest.mark.parametrize("bits, elements", [(1, 128), (5, 128), (8, 64), (16, 64), (4, 32), (2, 8)])
+def test_other_values_are_whole(bits: int, elements: int) -> None:
+    assert inset_of(bits, elements) == WHOLE
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -8,6 +8,7 @@ import pytest
 
 from hf_diffkv.config import Precision
 from hf_diffkv.pages import PageLayout, TierLayout
+from hf_diffkv.pages.inset import WHOLE, inset_of
 from hf_diffkv.precision import SUPPORTED_BITS
 
 HIGH, LOW = Precision(8, 4), Precision(4, 2)
@@ -224,16 +225,28 @@ def test_tokens_that_are_larger_than_usual_pages(dim: int) -> None:
 @pytest.mark.parametrize(
     "high, low, numbers, inset",
     [
-        ("K4V2", "K3V2", {"metadata_bits": 16, "position_bytes": 0}, (True, True)),
-        ("K4V3", "K3V2", {"metadata_bits": 16, "position_bytes": 0}, (False, True)),
-        ("K4V2", "K3V2", {"metadata_bits": 16, "position_bytes": 2}, (True, False)),
-        ("K8V4", "K4V2", {"metadata_bits": 16, "position_bytes": 4}, (False, True)),
-        ("K4V2", "K4V2", {"metadata_bits": 16, "position_bytes": 2}, (True, True)),
-        ("K8V4", "K4V2", {}, (False, False)),
-        ("K2V4", "K2V1", {"metadata_bits": 16, "position_bytes": 0}, (False, False)),
+        ("K4V2", "K3V2", {"position_bytes": 0}, (True, True)),
+        ("K6V5", "K3V4", {"position_bytes": 0}, (False, True)),
+        # the low tier takes tokens of the high one
+        ("K4V2", "K3V2", {"position_bytes": 2}, (True, False)),
+        ("K8V4", "K4V2", {"position_bytes": 4}, (True, True)),
+        ("K4V2", "K4V2", {"position_bytes": 2}, (True, True)),
+        ("K8V4", "K4V2", {"metadata_bits": 32}, (False, False)),
+        ("K8V4", "K4V2", {"position_bytes": 4, "rotated": False}, (False, False)),
+        ("K2V8", "K2V1", {"position_bytes": 0}, (False, False)),
     ],
 )
-def test_where_values_are_inset(high: str, low: str, numbers: dict[str, int], inset: tuple[bool, bool]) -> None:
-    """Narrow values of two bits are, but not where such values are demoted to them."""
+def test_where_values_are_inset(high: str, low: str, numbers: dict, inset: tuple[bool, bool]) -> None:
+    """Rotated narrow values of 2 to 4 bits are, but not where values of as many bits are demoted to them."""
+    numbers = {"metadata_bits": 16, "rotated": True, **numbers}
     layout = PageLayout.build(Precision.parse(high), Precision.parse(low), 64, 64, 2, **numbers)
-    assert (layout.high.value_inset, layout.low.value_inset) == inset
+    assert tuple(tier.value_inset != WHOLE for tier in (layout.high, layout.low)) == inset
+    for tier in (layout.high, layout.low):
+        assert tier.value_inset in (WHOLE, inset_of(tier.v_bits, 64))
+
+
+def test_insets_of_groups() -> None:
+    layout = PageLayout.build(
+        Precision(8, 2, 1, 2), Precision(4, 3), 64, 128, 2, metadata_bits=16, position_bytes=0, rotated=True
+    )
+    assert (layout.high.value_inset, layout.low.value_inset) == (inset_of(2, 64), inset_of(3, 128))

@@ -80,8 +80,8 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
     `chosen` is a tile of codes to write, or None for the nearest ones.
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or as in `pages/segments.py` if a group's
-    metadata has 2 bytes. Codes are computed with the rounded pair. Inset ones (`pages/layout.py`) take min and max a
-    sixth of the range further in.
+    metadata has 2 bytes. Codes are computed with the rounded pair. Values are inset
+    where the tier says so (`pages/inset.py`).
     """
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
@@ -97,6 +97,8 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
         pointer = codes.to(tl.pointer_type(bits.dtype))[:, None] + element
         tl.store(pointer, bits, mask=active[:, None] & (element < DIM))
     else:
+        if not IS_KEY and TIER.value_shrinkage != 1:
+            x = tl.div_rn(x, tl.zeros_like(x) + TIER.value_shrinkage)
         # a scale of 0 stores code 0: dividing by 1 gives a finite number, which the last `where` discards
         tile = tl.zeros_like(x).to(tl.int32)
         for group in tl.static_range(GROUPS):
@@ -105,8 +107,8 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
                 member = exists & (dim // GROUP_DIM == group)
             low = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
             high = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
-            if not IS_KEY and TIER.value_inset:
-                inwards = tl.div_rn(high - low, tl.zeros_like(low) + 6.0)
+            if not IS_KEY and TIER.value_parts > 0:
+                inwards = tl.div_rn(high - low, tl.zeros_like(low) + TIER.value_parts)
                 low, high = low + inwards, high - inwards
             if METADATA == 2:
                 word = narrow_metadata(low, high, BITS)

@@ -2,7 +2,7 @@
 
 zero = min and scale = (max - min) / (2^bits - 1) are rounded to fp16, or as in `pages/segments.py`. Codes are computed
 with the rounded pair, so that they fit the metadata they are decoded with. A scale of 0 decodes to exactly the zero
-point. Inset codes (`pages/layout.py`) take min + (max - min) / 6 and max - (max - min) / 6 instead.
+point. Values are inset where their tier says so (`pages/inset.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...pages import TierLayout, fields
+from ...pages.inset import WHOLE, Inset
 from ...pages.segments import Contents, group_metadata, scale_and_zero, segments
 from ..backend import compute_dtype
 from . import check_pages, check_tokens
@@ -23,7 +24,7 @@ def quantize(
     dtype: torch.dtype | None = None,
     *,
     metadata_bytes: int = 4,
-    inset: bool = False,
+    inset: Inset = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
     """Quantises the last dimension.
 
@@ -33,7 +34,7 @@ def quantize(
         groups: number of equal, contiguous groups of the last dimension.
         dtype: dtype to store at 16 bits, the model's; None takes that of `x`.
         metadata_bytes: bytes of a group's metadata, 4 or 2.
-        inset: whether codes are inset.
+        inset: how codes are chosen (`pages/inset.py`).
 
     Returns:
         Packed codes, uint8 [..., dim * bits / 8] (at 16 bits the raw bytes), and the metadata: (scale, zero) as float16
@@ -42,10 +43,12 @@ def quantize(
     if bits == 16:
         return x.to(dtype or x.dtype).contiguous().view(torch.uint8), None
     grouped = x.float().unflatten(-1, (groups, -1))
+    # divisors are tensors, because PyTorch may divide by a number differently
+    if inset.shrinkage != 1:
+        grouped = grouped / torch.full_like(grouped[..., :1], inset.shrinkage)
     low, high = grouped.aminmax(dim=-1, keepdim=True)
-    if inset:
-        # the divisor is a tensor, because PyTorch may divide by a number differently
-        inwards = (high - low) / torch.full_like(low, 6)
+    if inset.parts:
+        inwards = (high - low) / torch.full_like(low, inset.parts)
         low, high = low + inwards, high - inwards
     levels = 2**bits - 1
     metadata = _metadata(low, high, bits, metadata_bytes)
