@@ -1,7 +1,7 @@
 """Insets: by how much the codes of rotated values end before their range does (ours).
 
-The elements of a rotated value are about normally distributed, so few are near the ends of their range. Codes that end a
-part of the range before it lose less, but shrink values on average, which a sum over many tokens would not even out.
+The elements of a rotated value are about normally distributed, so few are near the ends of their range. Codes that end
+a part of the range before it lose less, but shrink values on average, which a sum over many tokens would not even out.
 Values are divided by that shrinkage before they are quantised. The mean square error that is left is .65 of that of
 codes from end to end for 2 bits and 64 elements, .87 for 3 bits and .96 for 4; for 128 elements .56, .79 and .93.
 
