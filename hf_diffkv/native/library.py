@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..pages import LayerRows, PageLayout, TierLayout
-from ..pages.inset import WHOLE
 from .path import PATH
 
 INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
@@ -156,7 +155,7 @@ def side_of(tier: TierLayout, name: str) -> Side:
     """Returns the part of a tier for keys or values; `name` is "key" or "value"."""
     numbers = (f"{name[0]}_bits", f"{name[0]}_groups", f"{name}_dim", f"{name}_row")
     numbers += (f"{name}_offset", f"{name}_metadata_offset", f"{name}_metadata")
-    return Side(*(getattr(tier, number) for number in numbers), *(tier.value_inset if name == "value" else WHOLE))
+    return Side(*(getattr(tier, number) for number in numbers), *getattr(tier, f"{name}_inset"))
 
 
 def _tier(tier: TierLayout) -> Tier:

@@ -81,8 +81,7 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     index = torch.arange(place.numel(), device=row.device) - (count.cumsum(0) - count)[place]
     page = table[row[place], column(HIGH, index // high.capacity, table.shape[1])].long()
     key, value = store.ops.load_tokens(store.pool.pages, high, page, index % high.capacity, store.dtype)
-    key = _within_cells(key, high.k_bits, low.k_bits, high.k_groups, low.k_groups)
-    value = _fewer_value_bits(value, high, low)
+    key, value = _fewer_bits(key, high, low, True), _fewer_bits(value, high, low, False)
     key = _rounded(store, row, place, key)
     old = page[index % high.capacity == 0]
     is_high = torch.arange(table.shape[1], device=row.device) < pages_of(count, high.capacity)[:, None]
@@ -100,17 +99,20 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     store.high_count.view(-1)[row] = 0
 
 
-def _fewer_value_bits(value: Tensor, high: TierLayout, low: TierLayout) -> Tensor:
-    """Returns decoded values, [n, value_dim], of the high tier as those that the low one is given."""
-    bits, fewer = high.v_bits, low.v_bits
-    if low.value_inset == WHOLE:
-        return _within_cells(value, bits, fewer, high.v_groups, low.v_groups)
-    if not 0 <= bits - fewer <= MOST_MERGED or high.v_groups != low.v_groups:
-        return value
-    return _merged(value, bits, fewer, low.v_groups, low.value_inset)
+def _fewer_bits(x: Tensor, high: TierLayout, low: TierLayout, is_key: bool) -> Tensor:
+    """Returns decoded keys or values of the high tier, [n, dim], as those that the low one is given."""
+    if is_key:
+        bits, fewer, groups, groups_after, inset = high.k_bits, low.k_bits, high.k_groups, low.k_groups, low.key_inset
+    else:
+        bits, fewer, groups, groups_after, inset = high.v_bits, low.v_bits, high.v_groups, low.v_groups, low.value_inset
+    if not 0 <= bits - fewer <= MOST_MERGED or groups != groups_after:
+        return x
+    if inset == WHOLE:
+        return _within_cells(x, bits, fewer, groups)
+    return (_in_range if is_key else _merged)(x, bits, fewer, groups, inset)
 
 
-def _within_cells(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int) -> Tensor:
+def _within_cells(x: Tensor, bits: int, fewer: int, groups: int) -> Tensor:
     """Moves the ends of rows of decoded elements inwards, so that each of the fewer codes stands for as many of `x`.
 
     With one bit fewer, codes are then those of pairs of neighbours, which adds no error beyond that of the fewer bits.
@@ -119,14 +121,18 @@ def _within_cells(x: Tensor, bits: int, fewer: int, groups: int, groups_after: i
     Args:
         x: decoded elements, [n, dim].
         bits, fewer: bits of the codes before and after.
-        groups, groups_after: quantisation groups before and after.
+        groups: quantisation groups.
     """
-    if not 0 < bits - fewer <= MOST_MERGED or groups != groups_after:
-        return x
-    parts = x.unflatten(-1, (groups, -1))
+    parts, first, last = _cells(x, bits, fewer, groups)
+    return parts.clamp(first, last).flatten(-2)
+
+
+def _in_range(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tensor:
+    """Moves the ends of keys so that inset codes stand for whole numbers of those before. Arguments as in `_merged`."""
+    parts, first, last = _cells(x, bits, fewer, groups)
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
-    inwards = (high - low) * ((2 ** (bits - fewer) - 1) / 2 / (2**bits - 1))
-    return parts.clamp(low + inwards, high - inwards).flatten(-2)
+    beyond = (last - first) / (inset.parts - 2)
+    return torch.where(parts == low, first - beyond, torch.where(parts == high, last + beyond, parts)).flatten(-2)
 
 
 def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tensor:
@@ -140,10 +146,8 @@ def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tens
         groups: quantisation groups.
         inset: inset of the codes after.
     """
-    parts = x.unflatten(-1, (groups, -1))
-    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
-    first = low + (high - low) * ((2 ** (bits - fewer) - 1) / 2 / (2**bits - 1))
-    top, width = 2**fewer - 1, low + high - 2 * first
+    parts, first, last = _cells(x, bits, fewer, groups)
+    top, width = 2**fewer - 1, last - first
     step = width / top
     code = ((parts - first) / torch.where(step == 0, 1.0, step)).round().clamp(0, top)
     found = first + code * step
@@ -153,6 +157,17 @@ def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tens
     beyond = width / (inset.parts - 2)
     found = found + torch.where(code == 0, -beyond, torch.where(code == top, beyond, 0.0))
     return (found * (scale * inset.shrinkage)).flatten(-2)
+
+
+def _cells(x: Tensor, bits: int, fewer: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns elements by group, [n, groups, size], and the places of the first and last of the fewer codes.
+
+    Each is in the middle of the codes before that it stands for.
+    """
+    parts = x.unflatten(-1, (groups, -1))
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    inwards = (high - low) * ((2 ** (bits - fewer) - 1) / 2 / (2**bits - 1))
+    return parts, low + inwards, high - inwards
 
 
 def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:

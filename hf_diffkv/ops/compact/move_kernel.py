@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..narrow_kernel import load_positions, load_scores
 from ..quantize.kernels import read_input, read_tile, rows_at, tier_dims, write_scalars, write_tile
-from ..rounding.kernels import MOST_BITS, round_tile
+from ..rounding.kernels import MOST_BITS, round_for_tier
 from .kernels import column
 
 
@@ -38,9 +38,7 @@ def rounded_keys(x, matrix, active, TIER: tl.constexpr):
     """Returns a tile of keys, rounded by each active row's matrix, for quantisation."""
     if matrix is not None and TIER.k_bits <= MOST_BITS:
         if tl.max(active.to(tl.int32), 0) > 0:
-            dim, exists = tier_dims(TIER, True)
-            weights = matrix[:, None, None] + dim
-            x = round_tile(x, dim, exists, weights, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
+            x = round_for_tier(x, matrix[:, None, None], TIER)
     return x
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..narrow_kernel import narrow_metadata, scale_and_zero
-from ..quantize.kernels import round_even
+from ..narrow_kernel import inset_ends, narrow_metadata, scale_and_zero
+from ..quantize.kernels import round_even, tier_dims
 from .reference import LARGEST_BITS
 
 MOST_BITS = tl.constexpr(LARGEST_BITS)
 
 
 @triton.jit
-def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
+def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr, PARTS: tl.constexpr):
     """Returns scale and zero point, float32, of groups with smallest and largest elements `low` and `high`."""
     LEVELS: tl.constexpr = 2**BITS - 1
+    low, high = inset_ends(low, high, PARTS)
     if METADATA == 2:
         return scale_and_zero(narrow_metadata(low, high, BITS), BITS)
     else:
@@ -78,7 +79,7 @@ def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, 
 
 @triton.jit
 def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-               METADATA: tl.constexpr):  # fmt: skip
+               METADATA: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """Returns a tile of keys rounded for quantisation.
 
     Args:
@@ -93,7 +94,7 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
         member = exists & (dim // (DIM // GROUPS) == group)
         least = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
         most = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
-        scale, zero_point = group_numbers(least, most, BITS, METADATA)
+        scale, zero_point = group_numbers(least, most, BITS, METADATA, PARTS)
         low, high = tl.where(member, least[:, None, None], low), tl.where(member, most[:, None, None], high)
         step, zero = tl.where(member, scale[:, None, None], step), tl.where(member, zero_point[:, None, None], zero)
     # a scale of 0 has the single code 0
@@ -119,11 +120,23 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
     return result
 
 
+@triton.jit
+def round_for_tier(x, matrix, TIER: tl.constexpr):
+    """Returns a tile of keys of a tier (`tier_dims`) rounded for quantisation.
+
+    `matrix` has pointers to the first row of the feedback of each key's row, one or [tokens, 1, 1].
+    """
+    dim, exists = tier_dims(TIER, True)
+    return round_tile(
+        x, dim, exists, matrix + dim, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata, TIER.key_parts
+    )
+
+
 @triton.jit(do_not_specialize=["count"])
 def round_keys_kernel(
     key, row, feedback, rounded, count, key_stride,
-    DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, METADATA: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, METADATA: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rounds BLOCK keys for quantisation into `rounded`, float32 [count, DIM]. Grid: (cdiv(count, BLOCK),)."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -133,5 +146,5 @@ def round_keys_kernel(
     place = token.to(tl.int64)[:, None, None]
     x = tl.load(key + place * key_stride + dim, mask=there, other=0.0).to(tl.float32)
     matrix = feedback + tl.load(row + token, mask=active, other=0).to(tl.int64)[:, None, None] * (DIM * DIM) + dim
-    x = round_tile(x, dim, dim < DIM, matrix, DIM, BITS, GROUPS, METADATA)
+    x = round_tile(x, dim, dim < DIM, matrix, DIM, BITS, GROUPS, METADATA, PARTS)
     tl.store(rounded + place * DIM + dim, x, mask=there)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_scalars, write_tile
 from ..rotation_kernel import rotated_tile, rounded
-from ..rounding.kernels import MOST_BITS, round_tile
+from ..rounding.kernels import MOST_BITS, round_for_tier
 
 # where tokens of a tile go in pages: which of them, bool, page numbers, int64, and slots of a page, [tokens] each
 Target = namedtuple("Target", "active page slot")
@@ -63,9 +63,7 @@ def store_tile(x, pages, to, feedback, row, TIER: tl.constexpr, IS_KEY: tl.const
     Keys of few bits get the codes at `chosen` (pointers [tokens]), or are rounded by the row's matrix, if one is given.
     """
     if IS_KEY and chosen is None and feedback is not None and TIER.k_bits <= MOST_BITS:
-        dim, exists = tier_dims(TIER, True)
-        matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
-        x = round_tile(x, dim, exists, matrix, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
+        x = round_for_tier(x, feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim), TIER)
     codes, metadata = rows_at(pages + to.page * TIER.page_bytes, to.slot, TIER, IS_KEY)
     if IS_KEY and chosen is not None and TIER.k_bits <= MOST_BITS:
         dim, exists = tier_dims(TIER, True)
