@@ -70,7 +70,7 @@ def inset_of(bits: int, elements: int) -> tuple[float, float]:
 
 
 def key_inset_of(bits: int, elements: int) -> tuple[float, float]:
-    """The same for keys."""
+    """Parts for keys, and 1."""
     sizes = [size for size in KEY_INSETS if size <= elements]
     if not sizes or not 2 <= bits < 2 + len(KEY_INSETS[sizes[-1]]):
         return 0.0, 1.0

@@ -83,7 +83,7 @@ def scale_and_zero_of(
         low, high: smallest and largest element of each group, float32 [..., 1].
         bits: bits of a code.
         metadata_bytes: bytes of a group's metadata, 4 or 2.
-        inset: as in `quantize`.
+        inset: how codes are chosen (`pages/inset.py`).
     """
     return _scale_and_zero(_metadata(low, high, bits, metadata_bytes, inset), bits)
 
