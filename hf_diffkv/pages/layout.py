@@ -48,7 +48,7 @@ GOOD_FILL = {32: 0.995, 16: 0.98}
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
 # numbers of pages whose tokens all have one precision: narrow, without scores and positions
-UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
+UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0, "rotated": True}
 
 
 @cache
