@@ -30,7 +30,7 @@ class Inset(NamedTuple):
     shrinkage: float = 1.0
 
 
-WHOLE = Inset(0.0)
+FULL_RANGE = Inset(0.0)
 # by elements of a group and bits; all numbers are exact in float32
 _Table = Mapping[int, Mapping[int, Inset]]
 _VALUES: _Table = {
@@ -63,4 +63,4 @@ def inset_of_keys(bits: int, elements: int) -> Inset:
 
 def _inset_of(table: _Table, bits: int, elements: int) -> Inset:
     known = [size for size in table if size <= elements]
-    return table[max(known)].get(bits, WHOLE) if known else WHOLE
+    return table[max(known)].get(bits, FULL_RANGE) if known else FULL_RANGE

@@ -35,7 +35,7 @@ from functools import cache, cached_property
 from typing import Protocol
 
 from ..precision import SUPPORTED_BITS, Precision
-from .inset import WHOLE, Inset, inset_of_keys, inset_of_values
+from .inset import FULL_RANGE, Inset, inset_of_keys, inset_of_values
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
@@ -338,8 +338,8 @@ def _tier(
         value_row=value_row,
         key_metadata=key_metadata // precision.k_groups,
         value_metadata=value_metadata // precision.v_groups,
-        key_inset=inset_of_keys(precision.k_bits, key_dim // precision.k_groups) if inset_keys else WHOLE,
-        value_inset=inset_of_values(precision.v_bits, value_dim // precision.v_groups) if inset_values else WHOLE,
+        key_inset=inset_of_keys(precision.k_bits, key_dim // precision.k_groups) if inset_keys else FULL_RANGE,
+        value_inset=inset_of_values(precision.v_bits, value_dim // precision.v_groups) if inset_values else FULL_RANGE,
         score_bytes=score_bytes,
         position_bytes=position_bytes,
         token_bytes=sum(sizes),

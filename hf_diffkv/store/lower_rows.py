@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..pages import HIGH, LOW, NULL_PAGE, TierLayout, column
-from ..pages.inset import WHOLE, Inset
+from ..pages.inset import FULL_RANGE, Inset
 from ..pages.segments import Contents
 from .prompt_kernels import pages_of
 from .state import Store
@@ -107,7 +107,7 @@ def _fewer_bits(x: Tensor, high: TierLayout, low: TierLayout, is_key: bool) -> T
         bits, fewer, groups, groups_after, inset = high.v_bits, low.v_bits, high.v_groups, low.v_groups, low.value_inset
     if not 0 <= bits - fewer <= MOST_MERGED or groups != groups_after:
         return x
-    if inset == WHOLE:
+    if inset == FULL_RANGE:
         return _within_cells(x, bits, fewer, groups)
     return (_in_range if is_key else _merged)(x, bits, fewer, groups, inset)
 

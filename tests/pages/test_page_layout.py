@@ -8,7 +8,7 @@ import pytest
 
 from hf_diffkv.config import Precision
 from hf_diffkv.pages import PageLayout, TierLayout
-from hf_diffkv.pages.inset import WHOLE, inset_of_values
+from hf_diffkv.pages.inset import FULL_RANGE, inset_of_values
 from hf_diffkv.precision import SUPPORTED_BITS
 
 HIGH, LOW = Precision(8, 4), Precision(4, 2)
@@ -240,9 +240,9 @@ def test_where_values_are_inset(high: str, low: str, numbers: dict, inset: tuple
     """Rotated narrow values of 2 to 4 bits are, but not where values of as many bits are demoted to them."""
     numbers = {"metadata_bits": 16, "rotated": True, **numbers}
     layout = PageLayout.build(Precision.parse(high), Precision.parse(low), 64, 64, 2, **numbers)
-    assert tuple(tier.value_inset != WHOLE for tier in (layout.high, layout.low)) == inset
+    assert tuple(tier.value_inset != FULL_RANGE for tier in (layout.high, layout.low)) == inset
     for tier in (layout.high, layout.low):
-        assert tier.value_inset in (WHOLE, inset_of_values(tier.v_bits, 64))
+        assert tier.value_inset in (FULL_RANGE, inset_of_values(tier.v_bits, 64))
 
 
 def test_insets_of_groups() -> None:

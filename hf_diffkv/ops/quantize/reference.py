@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...pages import TierLayout, fields
-from ...pages.inset import WHOLE, Inset
+from ...pages.inset import FULL_RANGE, Inset
 from ...pages.segments import Contents, group_metadata, scale_and_zero, segments
 from ..backend import compute_dtype
 from . import check_pages, check_tokens
@@ -24,7 +24,7 @@ def quantize(
     dtype: torch.dtype | None = None,
     *,
     metadata_bytes: int = 4,
-    inset: Inset = WHOLE,
+    inset: Inset = FULL_RANGE,
 ) -> tuple[Tensor, Tensor | None]:
     """Quantises the last dimension.
 
@@ -75,7 +75,7 @@ def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, d
 
 
 def scale_and_zero_of(
-    low: Tensor, high: Tensor, bits: int, metadata_bytes: int, inset: Inset = WHOLE
+    low: Tensor, high: Tensor, bits: int, metadata_bytes: int, inset: Inset = FULL_RANGE
 ) -> tuple[Tensor, Tensor]:
     """Returns the scale and zero point with which groups are quantised, float32 [..., 1] each.
 
