@@ -16,9 +16,7 @@ from simulated_storage import (
     SimPrecision,
     adapted_round_trip,
     inner_cells,
-    inner_range,
     inset_of,
-    key_inset_of,
     merged_cells,
     nearest_score,
     rotation,
@@ -451,18 +449,10 @@ class LayerSimulation:
                     for token, level in self.rule.step(self._head(row, head), candidate):
                         self._store(row, head, torch.tensor([token]), level)
 
-    def _insets(self, precision: SimPrecision, dims: tuple[int, int], level: int) -> list[tuple[float, float]]:
-        """How keys and values are quantised at a level: parts of the range at each end, and shrinkage."""
-        demoted = self.high if level == LOW and self._demotes else None
-        more = (
-            demoted is None or demoted.k_bits > precision.k_bits,
-            demoted is None or demoted.v_bits > precision.v_bits,
-        )
-        of_side = (
-            key_inset_of(precision.k_bits, dims[0] // precision.k_groups),
-            inset_of(precision.v_bits, dims[1] // precision.v_groups),
-        )
-        return [inset if self._is_inset and bits else (0.0, 1.0) for inset, bits in zip(of_side, more)]
+    def _inset(self, precision: SimPrecision, dim: int, level: int) -> tuple[float, float]:
+        """How values are quantised at a level: parts of the range at each end, and shrinkage."""
+        demoted = level == LOW and self._demotes and self.high.v_bits <= precision.v_bits
+        return inset_of(precision.v_bits, dim // precision.v_groups) if self._is_inset and not demoted else (0.0, 1.0)
 
     def _store(self, row: int, head: int, tokens: Tensor, level: int) -> None:
         """Move tokens of one head to a level, starting from the values they have now."""
@@ -483,29 +473,24 @@ class LayerSimulation:
             if self._lowers:
                 high, low = self.high, self.low
                 bits, groups = (high.v_bits, low.v_bits), (high.v_groups, low.v_groups)
-                insets = self._insets(low, (kept[0].shape[1], kept[1].shape[1]), LOW)
+                inset = self._inset(low, kept[1].shape[1], LOW)
                 key = inner_cells(kept[0], (high.k_bits, low.k_bits), (high.k_groups, low.k_groups))
-                if insets[0][0] and 0 <= high.k_bits - low.k_bits < 3 and high.k_groups == low.k_groups:
-                    key = inner_range(kept[0], (high.k_bits, low.k_bits), low.k_groups, insets[0][0])
-                elif insets[0][0]:
-                    key = kept[0]
                 value = inner_cells(kept[1], bits, groups)
-                if insets[1][0] and 0 <= bits[0] - bits[1] < 3 and groups[0] == groups[1]:
-                    value = merged_cells(kept[1], bits, groups[0], insets[1])
-                elif insets[1][0]:
+                if inset[0] and 0 <= bits[0] - bits[1] < 3 and groups[0] == groups[1]:
+                    value = merged_cells(kept[1], bits, groups[0], inset)
+                elif inset[0]:
                     value = kept[1]
                 kept = key, value
-            key_inset, value_inset = self._insets(precision, (kept[0].shape[1], kept[1].shape[1]), level)
             moment, damping = self._moment[row, head], 0.1
             if not self._is_prompt:
                 moment, damping = None if self._model_moment is None else self._model_moment[head], 0.0
             if self._adapts and precision.k_bits <= 6 and moment is not None and moment.any():
-                stored = (precision.k_bits, precision.k_groups, self.narrow, damping, key_inset)
+                stored = (precision.k_bits, precision.k_groups, self.narrow, damping)
                 kept_keys = adapted_round_trip(kept[0], moment, *stored)
             else:
-                stored = (precision.k_bits, precision.k_groups, self.dtype, self.narrow, key_inset)
-                kept_keys = round_trip(kept[0], *stored)
-            stored = (precision.v_bits, precision.v_groups, self.dtype, self.narrow, value_inset)
+                kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype, self.narrow)
+            inset = self._inset(precision, kept[1].shape[1], level)
+            stored = (precision.v_bits, precision.v_groups, self.dtype, self.narrow, inset)
             kept_values = round_trip(kept[1], *stored)
             if self.narrow:
                 self._sums[row, head, tokens] = nearest_score(self._sums[row, head, tokens])

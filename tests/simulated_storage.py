@@ -56,10 +56,6 @@ INSETS = {
 }
 
 
-# the parts alone, as keys are not divided
-KEY_INSETS = {32: (11, 32), 64: (8, 19, 64), 128: (6.5, 13, 32), 256: (6, 11, 26)}
-
-
 def inset_of(bits: int, elements: int) -> tuple[float, float]:
     """Parts and shrinkage of the largest group that is not above `elements`; (0, 1) if there are none."""
     sizes = [size for size in INSETS if size <= elements]
@@ -67,14 +63,6 @@ def inset_of(bits: int, elements: int) -> tuple[float, float]:
         return 0.0, 1.0
     parts, shrinkage = INSETS[sizes[-1]][bits - 2]
     return float(parts), shrinkage / 1024
-
-
-def key_inset_of(bits: int, elements: int) -> tuple[float, float]:
-    """Parts for keys, and 1."""
-    sizes = [size for size in KEY_INSETS if size <= elements]
-    if not sizes or not 2 <= bits < 2 + len(KEY_INSETS[sizes[-1]]):
-        return 0.0, 1.0
-    return float(KEY_INSETS[sizes[-1]][bits - 2]), 1.0
 
 
 def quantise_narrow(
@@ -148,22 +136,6 @@ def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Te
     return torch.cat(found, -1)
 
 
-def inner_range(x: Tensor, bits: tuple[int, int], groups: int, parts: float) -> Tensor:
-    """Decoded rows with ends that are moved so that inset codes stand for whole numbers of those before.
-
-    bits and groups are those before and after.
-    """
-    merged, found = 2 ** (bits[0] - bits[1]), []
-    for part in x.chunk(groups, -1):
-        low, high = part.min(-1, keepdim=True)[0], part.max(-1, keepdim=True)[0]
-        step = (high - low) / (2 ** bits[0] - 1)
-        grid = step * merged * (2 ** bits[1] - 1)
-        # of `parts` parts of the whole range all but two are the grid
-        end = grid / (1 - 2 / parts) / parts - step * (merged - 1) / 2
-        found.append(torch.where(part == low, low - end, torch.where(part == high, high + end, part)))
-    return torch.cat(found, -1)
-
-
 def merged_cells(x: Tensor, bits: tuple[int, int], groups: int, inset: tuple[float, float]) -> Tensor:
     """Decoded rows as they are quantised again with an inset, so that codes stand for whole numbers of those before.
 
@@ -197,7 +169,6 @@ def adapted_round_trip(
     groups: int,
     narrow: bool = False,
     damping: float = 0.1,
-    inset: tuple[float, float] = (0.0, 1.0),
 ) -> Tensor:
     """Returns keys x [n, d] after storing them, rounded for queries with the sum `moment` [d, d] of q q^T.
 
@@ -207,10 +178,7 @@ def adapted_round_trip(
     Args:
         damping: share of the moment's mean diagonal that is added to it.
     """
-    if narrow and bits <= 6:
-        codes, scale, zero = quantise_narrow(x, bits, groups, inset)
-    else:
-        codes, scale, zero = quantise(x, bits, groups)
+    codes, scale, zero = (quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)
     parts = x.to(torch.float32).unflatten(-1, (groups, -1))
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     is_low, is_high = parts == low, parts == high

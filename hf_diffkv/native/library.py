@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..pages import LayerRows, PageLayout, TierLayout
+from ..pages.inset import FULL_RANGE
 from .path import PATH
 
 INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
@@ -155,7 +156,7 @@ def side_of(tier: TierLayout, name: str) -> Side:
     """Returns the part of a tier for keys or values; `name` is "key" or "value"."""
     numbers = (f"{name[0]}_bits", f"{name[0]}_groups", f"{name}_dim", f"{name}_row")
     numbers += (f"{name}_offset", f"{name}_metadata_offset", f"{name}_metadata")
-    return Side(*(getattr(tier, number) for number in numbers), *getattr(tier, f"{name}_inset"))
+    return Side(*(getattr(tier, number) for number in numbers), *(tier.value_inset if name == "value" else FULL_RANGE))
 
 
 def _tier(tier: TierLayout) -> Tier:

@@ -137,11 +137,6 @@ inline void read_group(const uint8_t* from, const Side& side, float& scale, floa
 
 // Writes the metadata of a group with smallest and largest elements `low` and `high`.
 inline void make_group(uint8_t* to, const Side& side, float low, float high) {
-  if (side.parts > 0) {
-    const float inwards = (high - low) / side.parts;
-    low += inwards;
-    high -= inwards;
-  }
   if (side.metadata_bytes == 2) {
     const uint16_t word = narrow_metadata(low, high, side.bits);
     memcpy(to, &word, 2);

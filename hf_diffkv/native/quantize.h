@@ -191,6 +191,11 @@ inline void quantize_group(uint8_t* page, const Side& side, int64_t slot, int gr
                            uint8_t* codes) {
   float low, high, step, from;
   range_of(x, count, low, high);
+  if (side.parts > 0) {
+    const float inwards = (high - low) / side.parts;
+    low += inwards;
+    high -= inwards;
+  }
   write_group(page, side, slot, group, low, high, step, from);
   const float levels = levels_of(side.bits);
   if (step == 0) {

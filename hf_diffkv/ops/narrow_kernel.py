@@ -81,18 +81,6 @@ def scale_of(code):
 
 
 @triton.jit
-def inset_ends(low, high, PARTS: tl.constexpr):
-    """Returns the ends of the codes' range for groups with the smallest and largest elements `low` and `high`.
-
-    PARTS is `Inset.parts` (`pages/inset.py`).
-    """
-    if PARTS > 0:
-        inwards = tl.div_rn(high - low, tl.zeros_like(low) + PARTS)
-        low, high = low + inwards, high - inwards
-    return low, high
-
-
-@triton.jit
 def narrow_metadata(low, high, BITS: tl.constexpr):
     """Returns 16-bit metadata of groups with the smallest and largest elements `low` and `high`."""
     LEVELS: tl.constexpr = 2**BITS - 1

@@ -23,8 +23,8 @@ z / 63 into the range that the codes cover, which always contains 0. A uint16 sc
 bits s * 2^13 + 81 * 2^23, or 0 if s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. The rounding of both is
 described in `pages/segments.py`.
 
-Rotated keys and values of few bits in narrow pages are inset (`pages/inset.py`): their codes are chosen otherwise, and
-read the same.
+Rotated values of few bits in narrow pages are inset (`pages/inset.py`): their codes are chosen otherwise, and read the
+same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from functools import cache, cached_property
 from typing import Protocol
 
 from ..precision import SUPPORTED_BITS, Precision
-from .inset import FULL_RANGE, Inset, inset_of_keys, inset_of_values
+from .inset import FULL_RANGE, Inset, inset_of
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
@@ -68,7 +68,7 @@ class TierLayout:
         capacity: tokens per page.
         key_row, value_row: bytes of one token's codes.
         key_metadata, value_metadata: bytes of one group's metadata; 0 at 16 bits.
-        key_inset, value_inset: how keys and values are quantised (`pages/inset.py`).
+        value_inset: how values are quantised (`pages/inset.py`).
         score_bytes, position_bytes: bytes of one token's score and position; both 0 if pages have neither.
         page_bytes: bytes of a page.
         token_bytes: bytes of one token in all segments.
@@ -86,7 +86,6 @@ class TierLayout:
     value_row: int
     key_metadata: int
     value_metadata: int
-    key_inset: Inset
     value_inset: Inset
     score_bytes: int
     position_bytes: int
@@ -98,11 +97,6 @@ class TierLayout:
     score_offset: int
     position_offset: int
     page_bytes: int
-
-    @property
-    def key_parts(self) -> float:
-        """`Inset.parts` of keys."""
-        return self.key_inset.parts
 
     @property
     def value_parts(self) -> float:
@@ -320,11 +314,9 @@ def _tier(
 ) -> TierLayout:
     capacity = _capacity(sizes, page_bytes)
     key_row, key_metadata, value_row, value_metadata, score_bytes, position_bytes = sizes
-    # keys or values that are demoted to as many bits must stay as they are
-    inset_keys = rotated and key_metadata == 2 * precision.k_groups
-    inset_keys &= demoted is None or demoted.k_bits > precision.k_bits
-    inset_values = rotated and value_metadata == 2 * precision.v_groups
-    inset_values &= demoted is None or demoted.v_bits > precision.v_bits
+    # values that are demoted to as many bits must stay as they are
+    is_inset = rotated and (demoted is None or demoted.v_bits > precision.v_bits)
+    is_inset &= value_metadata == 2 * precision.v_groups
     places = ("key", "key_metadata", "value", "value_metadata", "score", "position")
     return TierLayout(
         k_bits=precision.k_bits,
@@ -338,8 +330,7 @@ def _tier(
         value_row=value_row,
         key_metadata=key_metadata // precision.k_groups,
         value_metadata=value_metadata // precision.v_groups,
-        key_inset=inset_of_keys(precision.k_bits, key_dim // precision.k_groups) if inset_keys else FULL_RANGE,
-        value_inset=inset_of_values(precision.v_bits, value_dim // precision.v_groups) if inset_values else FULL_RANGE,
+        value_inset=inset_of(precision.v_bits, value_dim // precision.v_groups) if is_inset else FULL_RANGE,
         score_bytes=score_bytes,
         position_bytes=position_bytes,
         token_bytes=sum(sizes),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..pages import HIGH, LOW, NULL_PAGE, TierLayout, column
+from ..pages import HIGH, LOW, NULL_PAGE, column
 from ..pages.inset import FULL_RANGE, Inset
 from ..pages.segments import Contents
 from .prompt_kernels import pages_of
@@ -81,7 +81,8 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     index = torch.arange(place.numel(), device=row.device) - (count.cumsum(0) - count)[place]
     page = table[row[place], column(HIGH, index // high.capacity, table.shape[1])].long()
     key, value = store.ops.load_tokens(store.pool.pages, high, page, index % high.capacity, store.dtype)
-    key, value = _fewer_bits(key, high, low, True), _fewer_bits(value, high, low, False)
+    key = _fewer_bits(key, high.k_bits, low.k_bits, high.k_groups, low.k_groups)
+    value = _fewer_bits(value, high.v_bits, low.v_bits, high.v_groups, low.v_groups, low.value_inset)
     key = _rounded(store, row, place, key)
     old = page[index % high.capacity == 0]
     is_high = torch.arange(table.shape[1], device=row.device) < pages_of(count, high.capacity)[:, None]
@@ -99,17 +100,11 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     store.high_count.view(-1)[row] = 0
 
 
-def _fewer_bits(x: Tensor, high: TierLayout, low: TierLayout, is_key: bool) -> Tensor:
-    """Returns decoded keys or values of the high tier, [n, dim], as those that the low one is given."""
-    if is_key:
-        bits, fewer, groups, groups_after, inset = high.k_bits, low.k_bits, high.k_groups, low.k_groups, low.key_inset
-    else:
-        bits, fewer, groups, groups_after, inset = high.v_bits, low.v_bits, high.v_groups, low.v_groups, low.value_inset
+def _fewer_bits(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int, inset: Inset = FULL_RANGE) -> Tensor:
+    """Returns decoded keys or values, [n, dim], as those that are quantised with fewer bits, or as many."""
     if not 0 <= bits - fewer <= MOST_MERGED or groups != groups_after:
         return x
-    if inset == FULL_RANGE:
-        return _within_cells(x, bits, fewer, groups)
-    return (_in_range if is_key else _merged)(x, bits, fewer, groups, inset)
+    return _within_cells(x, bits, fewer, groups) if inset == FULL_RANGE else _merged(x, bits, fewer, groups, inset)
 
 
 def _within_cells(x: Tensor, bits: int, fewer: int, groups: int) -> Tensor:
@@ -125,14 +120,6 @@ def _within_cells(x: Tensor, bits: int, fewer: int, groups: int) -> Tensor:
     """
     parts, first, last = _cells(x, bits, fewer, groups)
     return parts.clamp(first, last).flatten(-2)
-
-
-def _in_range(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tensor:
-    """Moves the ends of keys so that inset codes stand for whole numbers of those before. Arguments as in `_merged`."""
-    parts, first, last = _cells(x, bits, fewer, groups)
-    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
-    beyond = (last - first) / (inset.parts - 2)
-    return torch.where(parts == low, first - beyond, torch.where(parts == high, last + beyond, parts)).flatten(-2)
 
 
 def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tensor:

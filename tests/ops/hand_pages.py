@@ -165,7 +165,7 @@ def write_token(
         if bits == 16:
             data = _raw(row, dtype)
         else:
-            codes, metadata = quantise_row(row, bits, groups, narrow, tier.value_inset if is_value else tier.key_inset)
+            codes, metadata = quantise_row(row, bits, groups, narrow, tier.value_inset if is_value else (0.0, 1.0))
             data = pack_row(codes, bits)
             size = (2 if narrow else 4) * groups
             words = np.array(metadata, dtype="<u2" if narrow else "<f2").reshape(-1).view(np.uint8)

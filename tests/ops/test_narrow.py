@@ -12,7 +12,7 @@ from test_quantize_reference import draw
 
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
 from hf_diffkv.pages import segments
-from hf_diffkv.pages.inset import FULL_RANGE, Inset, inset_of_values
+from hf_diffkv.pages.inset import FULL_RANGE, Inset, inset_of
 from hf_diffkv.pages.layout import MOST_NARROW_BITS
 from hf_diffkv.precision import CODE_BITS
 
@@ -64,9 +64,7 @@ def test_codes_that_are_inset(bits: int, groups: int) -> None:
 def test_inset_codes_lose_less_and_shrink_nothing(elements: int, bits: int, less: float) -> None:
     """`less` is the mean square error over that of codes from end to end."""
     x = torch.randn(4000, elements, generator=torch.Generator().manual_seed(0))
-    packed = [
-        quantize(x, bits, 1, metadata_bytes=2, inset=inset) for inset in (FULL_RANGE, inset_of_values(bits, elements))
-    ]
+    packed = [quantize(x, bits, 1, metadata_bytes=2, inset=inset) for inset in (FULL_RANGE, inset_of(bits, elements))]
     decoded = [dequantize(*each, bits, 1, torch.float32) for each in packed]
     errors = [float((each - x).square().mean()) for each in decoded]
     assert errors[1] < less * errors[0]
@@ -77,7 +75,7 @@ def test_inset_codes_lose_less_and_shrink_nothing(elements: int, bits: int, less
 
 @pytest.mark.parametrize("bits, elements", [(1, 128), (5, 128), (8, 64), (16, 64), (4, 32), (2, 8)])
 def test_other_values_are_whole(bits: int, elements: int) -> None:
-    assert inset_of_values(bits, elements) == FULL_RANGE
+    assert inset_of(bits, elements) == FULL_RANGE
 
 
 @pytest.mark.parametrize("bits", BITS)

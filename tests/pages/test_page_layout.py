@@ -8,7 +8,7 @@ import pytest
 
 from hf_diffkv.config import Precision
 from hf_diffkv.pages import PageLayout, TierLayout
-from hf_diffkv.pages.inset import FULL_RANGE, inset_of_values
+from hf_diffkv.pages.inset import FULL_RANGE, inset_of
 from hf_diffkv.precision import SUPPORTED_BITS
 
 HIGH, LOW = Precision(8, 4), Precision(4, 2)
@@ -242,11 +242,11 @@ def test_where_values_are_inset(high: str, low: str, numbers: dict, inset: tuple
     layout = PageLayout.build(Precision.parse(high), Precision.parse(low), 64, 64, 2, **numbers)
     assert tuple(tier.value_inset != FULL_RANGE for tier in (layout.high, layout.low)) == inset
     for tier in (layout.high, layout.low):
-        assert tier.value_inset in (FULL_RANGE, inset_of_values(tier.v_bits, 64))
+        assert tier.value_inset in (FULL_RANGE, inset_of(tier.v_bits, 64))
 
 
 def test_insets_of_groups() -> None:
     layout = PageLayout.build(
         Precision(8, 2, 1, 2), Precision(4, 3), 64, 128, 2, metadata_bits=16, position_bytes=0, rotated=True
     )
-    assert (layout.high.value_inset, layout.low.value_inset) == (inset_of_values(2, 64), inset_of_values(3, 128))
+    assert (layout.high.value_inset, layout.low.value_inset) == (inset_of(2, 64), inset_of(3, 128))

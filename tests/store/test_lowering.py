@@ -19,13 +19,11 @@ from test_rounded_steps import query_moments
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.quantize.reference import dequantize, quantize, unpack
-from hf_diffkv.pages import PageLayout
-from hf_diffkv.pages.inset import inset_of_keys, inset_of_values
-from hf_diffkv.precision import Precision
+from hf_diffkv.pages.inset import FULL_RANGE, inset_of
 from hf_diffkv.store import select_rows, settle
 from hf_diffkv.store.demand import Demand, rows_to_lower
 from hf_diffkv.store.hide import hide_tokens
-from hf_diffkv.store.lower_rows import _fewer_bits, _in_range, _merged, _within_cells, lower_rows, lower_to
+from hf_diffkv.store.lower_rows import _fewer_bits, _merged, _within_cells, lower_rows, lower_to
 from hf_diffkv.store.lowering import give_way, make_room_for_prompt
 
 BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
@@ -180,17 +178,16 @@ def test_inset_codes_of_fewer_bits_stand_for_whole_cells(bits: int, fewer: int, 
     low, high = codes.amin(-1, keepdim=True), codes.amax(-1, keepdim=True)
     codes = ((codes - low) / (high - low) * (2**bits - 1)).round()
     x = (0.1 * codes - 0.05 * (2**bits - 1)).double()
-    for change, inset in ((_in_range, inset_of_keys(fewer, elements)), (_merged, inset_of_values(fewer, elements))):
-        given = change(x, bits, fewer, 1, inset)
-        packed, metadata = quantize(given, fewer, 1, metadata_bytes=2, inset=inset)
-        same = unpack(packed, fewer) == codes // 2 ** (bits - fewer)
-        # scales of five bits may move an element across the middle between two codes
-        assert same.float().mean() > (0.97 if fewer < 4 else 0.93)
-        decoded = dequantize(packed, metadata, fewer, 1, torch.float64)
-        if bits == fewer:
-            torch.testing.assert_close(decoded, x, rtol=0.04, atol=0.02)
-        if change is _merged:
-            assert abs(float((decoded * x).sum() / x.square().sum()) - 1) < 0.005
+    inset = inset_of(fewer, elements)
+    given = _merged(x, bits, fewer, 1, inset)
+    packed, metadata = quantize(given, fewer, 1, metadata_bytes=2, inset=inset)
+    same = unpack(packed, fewer) == codes // 2 ** (bits - fewer)
+    # scales of five bits may move an element across the middle between two codes
+    assert same.float().mean() > (0.97 if fewer < 4 else 0.93)
+    decoded = dequantize(packed, metadata, fewer, 1, torch.float64)
+    if bits == fewer:
+        torch.testing.assert_close(decoded, x, rtol=0.04, atol=0.02)
+    assert abs(float((decoded * x).sum() / x.square().sum()) - 1) < 0.005
 
 
 @pytest.mark.parametrize("bits, fewer", [(4, 3), (3, 2), (6, 4)])
@@ -207,9 +204,9 @@ def test_codes_of_fewer_bits_stand_for_whole_cells(bits: int, fewer: int) -> Non
         return float((((rows - low) / step).round() * step + low - middles).abs().max())
 
     assert error(_within_cells(x, bits, fewer, 1)) < 1e-6 < 0.02 < error(x)
-    for pair in ((Precision(bits, bits, 2, 2), Precision(fewer, fewer)), (Precision(8, 8), Precision(4, 4))):
-        layout = PageLayout.build(*pair, 64, 64, 2, metadata_bits=16, position_bytes=0, rotated=True)
-        assert all(torch.equal(_fewer_bits(x, layout.high, layout.low, is_key), x) for is_key in (True, False))
+    for inset in (FULL_RANGE, inset_of(fewer, 64)):
+        assert torch.equal(_fewer_bits(x, bits, fewer, 2, 1, inset), x)
+        assert torch.equal(_fewer_bits(x, 8, 4, 1, 1, inset), x)
 
 
 def test_requests_keep_the_precisions_of_their_rows() -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..dequant import below, fields, gather_codes
-from ..narrow_kernel import inset_ends, metadata_of, narrow_metadata, scale_and_zero, store_positions, store_scores
+from ..narrow_kernel import metadata_of, narrow_metadata, scale_and_zero, store_positions, store_scores
 
 
 @triton.constexpr_function
@@ -80,8 +80,8 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
     `chosen` is a tile of codes to write, or None for the nearest ones.
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or as in `pages/segments.py` if a group's
-    metadata has 2 bytes. Codes are computed with the rounded pair. Keys and values
-    are inset where the tier says so (`pages/inset.py`).
+    metadata has 2 bytes. Codes are computed with the rounded pair. Values are inset
+    where the tier says so (`pages/inset.py`).
     """
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
@@ -107,7 +107,9 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
                 member = exists & (dim // GROUP_DIM == group)
             low = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
             high = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
-            low, high = inset_ends(low, high, TIER.key_parts if IS_KEY else TIER.value_parts)
+            if not IS_KEY and TIER.value_parts > 0:
+                inwards = tl.div_rn(high - low, tl.zeros_like(low) + TIER.value_parts)
+                low, high = low + inwards, high - inwards
             if METADATA == 2:
                 word = narrow_metadata(low, high, BITS)
                 step, zero_point = scale_and_zero(word, BITS)

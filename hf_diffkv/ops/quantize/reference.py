@@ -2,7 +2,7 @@
 
 zero = min and scale = (max - min) / (2^bits - 1) are rounded to fp16, or as in `pages/segments.py`. Codes are computed
 with the rounded pair, so that they fit the metadata they are decoded with. A scale of 0 decodes to exactly the zero
-point. Keys and values are inset where their tier says so (`pages/inset.py`).
+point. Values are inset where their tier says so (`pages/inset.py`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ def quantize(
     if bits == 16:
         return x.to(dtype or x.dtype).contiguous().view(torch.uint8), None
     grouped = x.float().unflatten(-1, (groups, -1))
+    # divisors are tensors, because PyTorch may divide by a number differently
     if inset.shrinkage != 1:
-        # the divisor is a tensor, because PyTorch may divide by a number differently
         grouped = grouped / torch.full_like(grouped[..., :1], inset.shrinkage)
     low, high = grouped.aminmax(dim=-1, keepdim=True)
+    if inset.parts:
+        inwards = (high - low) / torch.full_like(low, inset.parts)
+        low, high = low + inwards, high - inwards
     levels = 2**bits - 1
-    metadata = _metadata(low, high, bits, metadata_bytes, inset)
+    metadata = _metadata(low, high, bits, metadata_bytes)
     step, zero = _scale_and_zero(metadata, bits)
     codes = ((grouped - zero) / torch.where(step == 0, 1.0, step)).round_().clamp_(0, levels)
     codes = torch.where(step == 0, 0.0, codes).to(torch.uint8).flatten(-2)
@@ -74,26 +77,19 @@ def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, d
     return (grouped * scale + zero).flatten(-2).to(compute_dtype(dtype))
 
 
-def scale_and_zero_of(
-    low: Tensor, high: Tensor, bits: int, metadata_bytes: int, inset: Inset = FULL_RANGE
-) -> tuple[Tensor, Tensor]:
+def scale_and_zero_of(low: Tensor, high: Tensor, bits: int, metadata_bytes: int) -> tuple[Tensor, Tensor]:
     """Returns the scale and zero point with which groups are quantised, float32 [..., 1] each.
 
     Args:
         low, high: smallest and largest element of each group, float32 [..., 1].
         bits: bits of a code.
         metadata_bytes: bytes of a group's metadata, 4 or 2.
-        inset: how codes are chosen (`pages/inset.py`).
     """
-    return _scale_and_zero(_metadata(low, high, bits, metadata_bytes, inset), bits)
+    return _scale_and_zero(_metadata(low, high, bits, metadata_bytes), bits)
 
 
-def _metadata(low: Tensor, high: Tensor, bits: int, metadata_bytes: int, inset: Inset) -> Tensor:
+def _metadata(low: Tensor, high: Tensor, bits: int, metadata_bytes: int) -> Tensor:
     """Returns the metadata of groups, in the form of `quantize`; `low` and `high` are [..., 1]."""
-    if inset.parts:
-        # a tensor as in `quantize`
-        inwards = (high - low) / torch.full_like(low, inset.parts)
-        low, high = low + inwards, high - inwards
     if metadata_bytes == 2:
         return group_metadata(low, high, bits)[..., 0]
     return torch.cat([((high - low) / (2**bits - 1)).half(), low.half()], dim=-1)
@@ -153,12 +149,7 @@ def store_tokens(
     check_tokens(pages, tier, page, contents.key, contents.value)
     view = segments(pages, tier)
     view.key[page, slot], key_metadata = quantize(
-        contents.key,
-        tier.k_bits,
-        tier.k_groups,
-        dtype,
-        metadata_bytes=tier.key_metadata,
-        inset=tier.key_inset,
+        contents.key, tier.k_bits, tier.k_groups, dtype, metadata_bytes=tier.key_metadata
     )
     view.value[page, slot], value_metadata = quantize(
         contents.value,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..narrow_kernel import inset_ends, narrow_metadata, scale_and_zero
+from ..narrow_kernel import narrow_metadata, scale_and_zero
 from ..quantize.kernels import round_even, tier_dims
 from .reference import LARGEST_BITS
 
@@ -13,10 +13,9 @@ MOST_BITS = tl.constexpr(LARGEST_BITS)
 
 
 @triton.jit
-def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr, PARTS: tl.constexpr):
+def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
     """Returns scale and zero point, float32, of groups with smallest and largest elements `low` and `high`."""
     LEVELS: tl.constexpr = 2**BITS - 1
-    low, high = inset_ends(low, high, PARTS)
     if METADATA == 2:
         return scale_and_zero(narrow_metadata(low, high, BITS), BITS)
     else:
@@ -79,7 +78,7 @@ def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, 
 
 @triton.jit
 def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-               METADATA: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+               METADATA: tl.constexpr):  # fmt: skip
     """Returns a tile of keys rounded for quantisation.
 
     Args:
@@ -94,7 +93,7 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
         member = exists & (dim // (DIM // GROUPS) == group)
         least = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
         most = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
-        scale, zero_point = group_numbers(least, most, BITS, METADATA, PARTS)
+        scale, zero_point = group_numbers(least, most, BITS, METADATA)
         low, high = tl.where(member, least[:, None, None], low), tl.where(member, most[:, None, None], high)
         step, zero = tl.where(member, scale[:, None, None], step), tl.where(member, zero_point[:, None, None], zero)
     # a scale of 0 has the single code 0
@@ -127,16 +126,14 @@ def round_for_tier(x, matrix, TIER: tl.constexpr):
     `matrix` has pointers to the first row of the feedback of each key's row, one or [tokens, 1, 1].
     """
     dim, exists = tier_dims(TIER, True)
-    return round_tile(
-        x, dim, exists, matrix + dim, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata, TIER.key_parts
-    )
+    return round_tile(x, dim, exists, matrix + dim, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
 
 
 @triton.jit(do_not_specialize=["count"])
 def round_keys_kernel(
     key, row, feedback, rounded, count, key_stride,
-    DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, METADATA: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, METADATA: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rounds BLOCK keys for quantisation into `rounded`, float32 [count, DIM]. Grid: (cdiv(count, BLOCK),)."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -146,5 +143,5 @@ def round_keys_kernel(
     place = token.to(tl.int64)[:, None, None]
     x = tl.load(key + place * key_stride + dim, mask=there, other=0.0).to(tl.float32)
     matrix = feedback + tl.load(row + token, mask=active, other=0).to(tl.int64)[:, None, None] * (DIM * DIM) + dim
-    x = round_tile(x, dim, dim < DIM, matrix, DIM, BITS, GROUPS, METADATA, PARTS)
+    x = round_tile(x, dim, dim < DIM, matrix, DIM, BITS, GROUPS, METADATA)
     tl.store(rounded + place * DIM + dim, x, mask=there)

@@ -76,7 +76,6 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
         "BITS": tier.k_bits,
         "GROUPS": tier.k_groups,
         "METADATA": tier.key_metadata,
-        "PARTS": tier.key_parts,
         "WIDTH": width,
         "BLOCK": block,
     }

@@ -83,7 +83,7 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
     groups, levels = tier.k_groups, 2**tier.k_bits - 1
     grouped = key.float().unflatten(-1, (groups, -1))
     low, high = grouped.aminmax(dim=-1, keepdim=True)
-    step, zero = scale_and_zero_of(low, high, tier.k_bits, tier.key_metadata, tier.key_inset)
+    step, zero = scale_and_zero_of(low, high, tier.k_bits, tier.key_metadata)
     step, zero, low, high = (part.to(dtype).expand_as(grouped).flatten(1) for part in (step, zero, low, high))
     # a scale of 0 has the single code 0
     top = torch.where(step == 0, 0.0, levels)

@@ -25,7 +25,7 @@ def round_group(goal, ends, key, matrix, codes, place, there, dim, first, TIER: 
     LEVELS: tl.constexpr = 2**TIER.k_bits - 1
     GROUP_DIM: tl.constexpr = TIER.key_dim // TIER.k_groups
     low, high = ends
-    scale, zero = group_numbers(low, high, TIER.k_bits, TIER.key_metadata, TIER.key_parts)
+    scale, zero = group_numbers(low, high, TIER.k_bits, TIER.key_metadata)
     # a scale of 0 has the single code 0
     top = tl.where(scale == 0.0, 0.0, LEVELS)
     step = tl.where(scale == 0.0, 1.0, scale)

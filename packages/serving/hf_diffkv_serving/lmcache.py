@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
 from hf_diffkv.ops.rotation import rotation_matrix
-from hf_diffkv.pages.inset import inset_of_keys, inset_of_values
+from hf_diffkv.pages.inset import FULL_RANGE, inset_of
 from hf_diffkv.pages.layout import metadata_bytes, row_bytes
 
 SERDE_NAME = "diffkv"
@@ -129,7 +129,7 @@ class ChunkFormat:
                 parts.append(_bytes(mean))
                 vectors = vectors - mean.float()
             rows = vectors if part.bits == 16 else vectors @ matrix
-            inset = (inset_of_values if part.side else inset_of_keys)(part.bits, self.head_dim)
+            inset = inset_of(part.bits, self.head_dim) if part.side else FULL_RANGE
             packed = quantize(rows, part.bits, 1, chunk.dtype, metadata_bytes=metadata_bytes(part.bits, 2), inset=inset)
             parts += [_bytes(piece) for piece in packed if piece is not None]
         return torch.cat(parts)
