@@ -221,10 +221,10 @@ inline void store_row(uint8_t* page, const Side& side, int32_t dtype, int64_t sl
     });
     return;
   }
-  float larger[MAX_DIM];
+  float unshrunk[MAX_DIM];
   if (side.shrinkage != 1) {
-    for (int d = 0; d < side.dim; d++) larger[d] = x[d] / side.shrinkage;
-    x = larger;
+    for (int d = 0; d < side.dim; d++) unshrunk[d] = x[d] / side.shrinkage;
+    x = unshrunk;
   }
   uint8_t codes[MAX_DIM];
   const int size = side.dim / side.groups;

@@ -47,7 +47,7 @@ GOOD_FILL = {32: 0.995, 16: 0.98}
 # products with narrow zero points of wider codes are not exact in float32, so those codes always have 32-bit metadata
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
-# numbers of pages whose tokens all have one precision: narrow, without scores and positions
+# arguments for pages of the presets: narrow, without scores and positions, of rotated values
 UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0, "rotated": True}
 
 

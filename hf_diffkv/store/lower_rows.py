@@ -138,8 +138,8 @@ def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tens
     step = width / top
     code = ((parts - first) / torch.where(step == 0, 1.0, step)).round().clamp(0, top)
     found = first + code * step
-    ends = (found * parts).sum((-2, -1), keepdim=True)
-    scale = (parts * parts).sum((-2, -1), keepdim=True) / torch.where(ends == 0, 1.0, ends)
+    product = (found * parts).sum((-2, -1), keepdim=True)
+    scale = (parts * parts).sum((-2, -1), keepdim=True) / torch.where(product == 0, 1.0, product)
     # the outermost codes take what is beyond the others' range
     beyond = width / (inset.parts - 2)
     found = found + torch.where(code == 0, -beyond, torch.where(code == top, beyond, 0.0))

@@ -80,8 +80,8 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
     `chosen` is a tile of codes to write, or None for the nearest ones.
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or as in `pages/segments.py` if a group's
-    metadata has 2 bytes. Codes are computed with the rounded pair. Values are inset
-    where the tier says so (`pages/inset.py`).
+    metadata has 2 bytes. Codes are computed with the rounded pair. Values are inset where the tier says so
+    (`pages/inset.py`).
     """
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
