@@ -163,12 +163,7 @@ def merged_cells(x: Tensor, bits: tuple[int, int], groups: int, inset: tuple[flo
 
 
 def adapted_round_trip(
-    x: Tensor,
-    moment: Tensor,
-    bits: int,
-    groups: int,
-    narrow: bool = False,
-    damping: float = 0.1,
+    x: Tensor, moment: Tensor, bits: int, groups: int, narrow: bool = False, damping: float = 0.1
 ) -> Tensor:
     """Returns keys x [n, d] after storing them, rounded for queries with the sum `moment` [d, d] of q q^T.
 

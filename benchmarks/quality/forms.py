@@ -68,14 +68,6 @@ def clipped(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
     return best.flatten(-2)
 
 
-def in_cells(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
-    """Quantises each group to the middles of equal parts of its range."""
-    parts = x.unflatten(-1, (groups, -1))
-    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
-    inwards = (high - low) / 2 ** (bits + 1)
-    return quantized(parts.clamp(low + inwards, high - inwards).flatten(-2), bits, groups)
-
-
 def gaussian(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
     """Quantises with the levels of the least squared error for normal numbers (Lloyd, Max), scaled likewise."""
     parts = x.unflatten(-1, (groups, -1))
@@ -146,14 +138,6 @@ FORMS = (
     Form("K4V3g2/1, Gaussian levels", "K4V3g2/1", gaussian, gaussian),
     Form("K4V3g4/2, Gaussian levels, as many bytes without zero points", "K4V3g4/2", gaussian, gaussian),
     Form("K4V3g2/1, values centred", "K4V3g2/1", center_value=True),
-    *(
-        each
-        for name in ("K3V2", "K8V2", "K4V3")
-        for each in (
-            Form(f"{name}, keys rounded for the prompt's queries", name, fed_back),
-            Form(f"{name}, the same, values in the middle of equal parts", name, fed_back, in_cells),
-        )
-    ),
 )
 
 

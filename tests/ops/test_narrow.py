@@ -49,15 +49,8 @@ def test_codes_that_are_inset(bits: int, groups: int) -> None:
     "elements, bits, less",
     [
         *((64, 2, 0.68), (64, 3, 0.89), (64, 4, 0.98), (80, 2, 0.66), (96, 2, 0.63), (96, 3, 0.86), (96, 4, 0.97)),
-        *(
-            (128, 2, 0.59),
-            (128, 3, 0.82),
-            (128, 4, 0.95),
-            (192, 2, 0.55),
-            (256, 2, 0.52),
-            (256, 3, 0.75),
-            (256, 4, 0.9),
-        ),
+        *((128, 2, 0.59), (128, 3, 0.82), (128, 4, 0.95), (192, 2, 0.55)),
+        *((256, 2, 0.52), (256, 3, 0.75), (256, 4, 0.9)),
         *((32, 2, 0.79), (32, 3, 0.95), (16, 2, 0.89), (16, 3, 0.99), (512, 3, 0.67)),
     ],
 )
@@ -74,7 +67,7 @@ def test_inset_codes_lose_less_and_shrink_nothing(elements: int, bits: int, less
 
 
 @pytest.mark.parametrize("bits, elements", [(1, 128), (5, 128), (8, 64), (16, 64), (4, 32), (2, 8)])
-def test_other_values_are_whole(bits: int, elements: int) -> None:
+def test_other_values_take_their_full_range(bits: int, elements: int) -> None:
     assert inset_of(bits, elements) == FULL_RANGE
 
 
