@@ -10,9 +10,10 @@
 Each answer is a line of benchmarks/results/field/MODEL/TASK.jsonl. A run does what has no line yet: the same command
 continues one that was stopped, and further samples or methods add to it. `table` prints means and differences.
 
-An engine that runs elsewhere gets the same token ids by `prompts SUITE --output FILE`. Its answers are scored by `join
-SUITE FILE`: lines with method, task, name and digest of the case, the generated ids, seconds, and if they are known
-bytes and dense_bytes.
+llama.cpp's caches (`llama-cpp:q8_0`) run in the environment of `make llama-cpp`, on the file of `make models GGUF=1`.
+Another engine that runs elsewhere gets the same token ids by `prompts SUITE --output FILE`. Its answers are scored by
+`join SUITE FILE`: lines with method, task, name and digest of the case, the generated ids, seconds, and if they are
+known bytes and dense_bytes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any
 
 import click
 from field_tasks import SUITES, chosen_tasks, wheels
+from field_tasks.by_llama_cpp import measure_by_llama_cpp
 from field_tasks.cases import Case, Source, write_cases
 from field_tasks.measuring import Records, join, measure
 from field_tasks.tables import tables
 from hf_diffkv_evaluation.methods import get_method
+from llama_context import FAMILY
 
 from hf_diffkv import cli
 from hf_diffkv.commands.console import Command, Context
@@ -97,15 +100,19 @@ def _add_suite(suite: str) -> None:
             torch.set_num_threads(threads)
         chosen = [get_method(label.strip()) for label in methods.split(",")]
         for method in chosen:
-            if method.environment is not None:
+            if method.environment is not None and method.environment.name != FAMILY:
                 raise EvaluationError(
                     f"--methods {method.label} runs in an environment of its own ({method.environment.name}); write "
                     "the prompts with `field.py prompts`, answer them there, and add the answers by `field.py join`."
                 )
         tokenizer, cases = cases_of(suite, **given)
-        model = load_model(given["model"], quiet=quiet)
-        records = records_of(results, given["model"])
-        measure(model, tokenizer, chosen, cases, records, share=share_prompts, retry=retry, quiet=quiet)
+        records, again = records_of(results, given["model"]), {"retry": retry, "quiet": quiet}
+        here, of_llama_cpp = ([method for method in chosen if (method.environment is None) is x] for x in (True, False))
+        if here:
+            model = load_model(given["model"], quiet=quiet)
+            measure(model, tokenizer, here, cases, records, share=share_prompts, **again)
+        if of_llama_cpp:
+            measure_by_llama_cpp(given["model"], tokenizer, of_llama_cpp, cases, records, threads=threads, **again)
         print(tables(_read(records, {case.task for case in cases})), end="")
 
 

@@ -85,10 +85,7 @@ class Isolated:
             "quiet": quiet,
         }
         try:
-            python = self.find_python()
-            if python is None:
-                raise EvaluationError(f"it needs an environment of its own: make {self.name}")
-            self._run_job(python, {**job, **self.further(model, tasks)})
+            self.run_job({**job, **self.further(model, tasks)})
             return []
         except EvaluationError as error:
             reason = str(error)
@@ -101,8 +98,11 @@ class Isolated:
         ]
         return [record for record in missing if record.key not in found]
 
-    def _run_job(self, python: Path, job: dict[str, Any]) -> None:
-        """Runs a job. Raises `EvaluationError` if it did not finish."""
+    def run_job(self, job: dict[str, Any]) -> None:
+        """Runs a job. Raises `EvaluationError` if there is no environment, or the job did not finish."""
+        python = self.find_python()
+        if python is None:
+            raise EvaluationError(f"it needs an environment of its own: make {self.name}")
         # only this checkout is on the path, as packages of this environment must not be found there
         variables = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
         # a worker imports what is beside it

@@ -99,12 +99,14 @@ class LlamaCpp:
 
     Args:
         gguf: path of the model's GGUF file.
+        threads: number of threads; None takes `THREADS`.
 
     Raises:
         EvaluationError: llama.cpp cannot read the file, or does not keep all tokens of all layers.
     """
 
-    def __init__(self, gguf: Path) -> None:
+    def __init__(self, gguf: Path, threads: int | None = None) -> None:
+        self.threads = threads or THREADS
         # threads that wait for each other leave their cores to other programs; read when the library is loaded
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import llama_cpp
@@ -154,7 +156,7 @@ class LlamaCpp:
         parameters = api.llama_context_default_params()
         parameters.n_ctx = tokens
         parameters.n_batch = parameters.n_ubatch = CHUNK_TOKENS
-        parameters.n_threads = parameters.n_threads_batch = THREADS
+        parameters.n_threads = parameters.n_threads_batch = self.threads
         parameters.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         parameters.type_k, parameters.type_v = (
             getattr(api, f"GGML_TYPE_{name.upper()}") for name in (types.keys, types.values)

@@ -21,13 +21,15 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @contextmanager
 def loading() -> Iterator[Callable[[str], ModuleType]]:
-    """Yields a function that imports a script, and forgets afterwards what was imported."""
-    threads, path = torch.get_num_threads(), list(sys.path)
+    """Yields a function that imports a script; forgets afterwards what was imported, and the methods it registered."""
+    METHODS.names()
+    threads, path, known = torch.get_num_threads(), list(sys.path), dict(METHODS._entries)
     sys.path[:0] = [str(FOLDER), str(FOLDER / "quality")]
     yield importlib.import_module
     sys.path[:] = path
     # scripts choose their own
     torch.set_num_threads(threads)
+    METHODS._entries = known
     for file in FOLDER.rglob("*.py"):
         for name in (file.stem, file.parent.name, f"{file.parent.name}.{file.stem}"):
             sys.modules.pop(name, None)
@@ -42,11 +44,8 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 @pytest.fixture(scope="module")
 def peers() -> Iterator[ModuleType]:
     """The script `peers.py`, whose methods are registered meanwhile."""
-    METHODS.names()
-    before = dict(METHODS._entries)
     with loading() as load:
         yield load("peers")
-    METHODS._entries = before
 
 
 @pytest.fixture(scope="module")

@@ -179,7 +179,7 @@ def join(tokenizer: Any, cases: Iterable[Case], lines: Iterable[Mapping[str, Any
                 f"answer {number} ({line['task']} {line['name']}, digest {line['digest']}) is to none of these cases; "
                 "give the options with which the prompts were written."
             )
-        record = _joined(tokenizer, case, line)
+        record = joined_record(tokenizer, case, line)
         if record.key not in known:
             records.add(record)
             known.add(record.key)
@@ -187,7 +187,8 @@ def join(tokenizer: Any, cases: Iterable[Case], lines: Iterable[Mapping[str, Any
     return added
 
 
-def _joined(tokenizer: Any, case: Case, line: Mapping[str, Any]) -> Record:
+def joined_record(tokenizer: Any, case: Case, line: Mapping[str, Any]) -> Record:
+    """Scores a line of another engine's answers (`join`) and returns its record."""
     if line.get("error"):
         record = Record(line["method"], case.task, case.name, case.digest, error=line["error"], seconds=line["seconds"])
     else:
