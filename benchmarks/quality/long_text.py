@@ -1,0 +1,128 @@
+"""Loss behind long prompts of text or code: KL, its tail and the share of equal first choices along one document.
+
+The dense cache reads the whole document once. The first 2,048, 8,192, ... tokens of it are given to each cache as in
+`field_tasks/shared_prompts.py`, which then reads the next tokens; their logits are compared with those of the dense
+cache. Lossless storage shows what the dtype alone loses.
+
+    python benchmarks/quality/long_text.py --model qwen2.5-coder-0.5b --output build/long_text.json
+
+Code is from Python's standard library, text its language reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from field_tasks.shared_prompts import ReadPrompt, hand_over, read_prompt
+from torch import Tensor
+
+from hf_diffkv.evaluation.environment import describe_environment
+from hf_diffkv.evaluation.methods import get_method
+from hf_diffkv.evaluation.tasks.text import stretches, texts
+from hf_diffkv.running.models import load_config, load_model
+from hf_diffkv.store import prompt as store_prompt
+
+METHODS = "diffkv:lossless,diffkv:balanced+head_precisions=null,diffkv,diffkv:small"
+# least characters of a module that is used
+LONG_MODULE = 20_000
+
+
+def modules() -> list[str]:
+    """Returns the longer modules of Python's standard library."""
+    found = (path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    return [text for text in found if len(text) >= LONG_MODULE]
+
+
+TEXTS = {"code": modules, "text": texts}
+
+
+@contextmanager
+def without_attention() -> Iterator[None]:
+    """Leaves out the attention of prompts, whose output is not used."""
+    attend = store_prompt.attend_beside
+
+    def skip(store: Any, layer: int, past: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
+        if store.observation_window != 0:
+            return attend(store, layer, past, query, key, value, *args, **kwargs)
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]), None
+
+    with patch.object(store_prompt, "attend_beside", skip):
+        yield
+
+
+def beginning(prompt: ReadPrompt, length: int) -> ReadPrompt:
+    """Returns the first tokens of a prompt that the dense cache has read."""
+    layers = {
+        index: (module, *(tensor[:, :, :length] for tensor in tensors), options)
+        for index, (module, *tensors, options) in prompt.layers.items()
+    }
+    return ReadPrompt(prompt.ids[:length], layers)
+
+
+def compared(logits: Tensor, dense: Tensor) -> dict[str, float]:
+    """Compares logits, [positions, vocabulary], with those of the dense cache."""
+    theirs, mine = dense.float().log_softmax(-1), logits.float().log_softmax(-1)
+    kl = (theirs.exp() * (theirs - mine)).sum(-1).clamp(min=0)
+    same = (theirs.argmax(-1) == mine.argmax(-1)).float()
+    tail = {f"kl_{share:.1%}": float(kl.quantile(share)) for share in (0.99, 0.999)}
+    return {"kl": float(kl.mean()), **tail, "same": float(same.mean())}
+
+
+def measure(model: Any, ids: tuple[int, ...], lengths: list[int], labels: list[str], further: int) -> Iterator[dict]:
+    """Yields a row for each length and method.
+
+    Args:
+        ids: token ids of the document, `further` more than the last length.
+        labels: methods besides the dense cache.
+        further: number of tokens behind each length whose logits are compared.
+    """
+    prompt = read_prompt(model, ids[: lengths[-1]])
+    for length in lengths:
+        part, following = beginning(prompt, length), ids[length : length + further]
+        dense = hand_over(model, get_method("dense"), part).forward(following, keep=further)
+        perplexity = float(torch.nn.functional.cross_entropy(dense[:-1].float(), torch.tensor(following[1:])).exp())
+        for label in labels:
+            with without_attention():
+                session = hand_over(model, get_method(label), part)
+            held = session.held()
+            row = {"length": length, "method": label, "bytes": held.bytes, "perplexity": perplexity}
+            yield {**row, **compared(session.forward(following, keep=further), dense)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", choices=TEXTS, default="code")
+    parser.add_argument("--lengths", default="2048,8192,16384,31744")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--further", type=int, default=1024, help="tokens behind each length (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    options = parser.parse_args()
+    lengths, labels = [int(length) for length in options.lengths.split(",")], options.methods.split(",")
+    _, tokenizer = load_config(options.model)
+    model = load_model(options.model, dtype=options.dtype)
+    pieces = TEXTS[options.text]()
+    random.Random(options.seed).shuffle(pieces)
+    (document,) = stretches(pieces, tokenizer, 1, lengths[-1], options.further)
+    about = {**vars(options), "output": str(options.output), "environment": describe_environment(model.device)}
+    rows = []
+    with torch.no_grad():
+        for row in measure(model, (*document.context, *document.continuation), lengths, labels, options.further):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
