@@ -81,7 +81,7 @@ class DiffKVConfig:
         until_full: precision of all tokens until `max_bytes` is full. From then on whole heads of a request are lowered
             to their final precision, the least harmful ones first; when all are, a `MemoryError` ends the generation.
             "auto" takes K8V8 if no level depends on significance and some head ends at fewer bits, else None; heads
-            go from K8V8 by K6V5 to a final precision of at most K4V4, and by K4V4 to fewer bits. If a precision is
+            go from K8V8 by K6V5 to a final precision of at most K5V4, and by K4V4 to fewer bits. If a precision is
             named, heads go to their final one at once, and a layer whose heads have two final precisions begins with
             the higher one. None raises thresholds instead, and prunes tokens.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. With a

@@ -184,11 +184,8 @@ def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
 
 
 def _between(first: Precision, last: Precision) -> tuple[Precision, ...]:
-    """Returns those of `MIDDLES` by which tokens go from `first` to `last`.
-
-    K6V5 is worth another rounding if keys lose two more bits, K4V4 if they lose one.
-    """
+    """Returns those of `MIDDLES` by which tokens go from `first` to `last`."""
     precise, few = MIDDLES
-    if not (precise.k_bits < first.k_bits and last.k_bits <= precise.k_bits - 2 and last.v_bits < precise.v_bits):
+    if not (last.k_bits < precise.k_bits < first.k_bits and last.v_bits < precise.v_bits):
         return ()
     return (precise, few) if last.k_bits < few.k_bits and last.v_bits <= few.v_bits else (precise,)

@@ -21,7 +21,9 @@ BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
 
 
 def budget(max_bytes: int | str | None, **fields) -> DiffKVConfig:
-    return DiffKVConfig.preset("balanced", max_bytes=max_bytes, **{**FIELDS, **fields})
+    """Rows go from K8V8 to K5V4 at once, as the first precision is named."""
+    named = {} if max_bytes is None else {"until_full": "K8V8"}
+    return DiffKVConfig.preset("balanced", max_bytes=max_bytes, **{**FIELDS, **named, **fields})
 
 
 def model_in_float32():

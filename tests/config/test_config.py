@@ -85,9 +85,11 @@ def test_what_is_stored_precisely_until_the_budget_is_full(fields: dict[str, Any
     layer = config.of_layer(0)
     assert layer.precise == config.precise
     if precise is not None:
-        assert layer.of_layer(0) == layer
-        assert (layer.high.name, layer.low.name, layer.selects, config.selects) == (precise, "K5V4", False, False)
-        assert [each.name for each in precisions_in_turn(layer)] == [precise, "K5V4"]
+        # K6V5 comes between, unless a first precision is named
+        turn = ["K8V8", "K6V5", "K5V4"] if precise == "K8V8" else [precise, "K5V4"]
+        assert (layer.high.name, layer.low.name, layer.selects, config.selects) == (*turn[-2:], False, False)
+        assert [each.name for each in precisions_in_turn(layer)] == turn
+        assert precise == "K8V8" or layer.of_layer(0) == layer
     assert DiffKVConfig.from_dict(config.to_dict()) == config
 
 
@@ -97,19 +99,19 @@ INF = float("inf")
 @pytest.mark.parametrize(
     "fields, rungs",
     [
-        (PER_HEAD, [("K8V8 K5V4 K4V3", (0.0, INF)), ("K8V8 K5V4", INF)]),
+        (PER_HEAD, [("K8V8 K6V5 K5V4 K4V3", (0.0, INF)), ("K8V8 K6V5 K5V4", INF)]),
         (
             {"head_precisions": [["K3V2", "K3V2"], ["K8V8", "K8V8"], ["K8V8", "K4V3"], ["K16V16", "K16V16"], None]},
             [
                 *(("K8V8 K6V5 K4V4 K3V2", INF), ("K8V8 K4V3", 0.0), ("K8V8 K4V3", (0.0, INF))),
-                *(("K16V16 K16V16", 0.0), ("K8V8 K5V4", INF)),
+                *(("K16V16 K16V16", 0.0), ("K8V8 K6V5 K5V4", INF)),
             ],
         ),
         (
             {"high": "K8V4", "alpha_high": ((0.0, INF), (INF, INF))},
-            [("K8V8 K8V4 K5V4", (0.0, INF)), ("K8V8 K5V4", INF)],
+            [("K8V8 K8V4 K5V4", (0.0, INF)), ("K8V8 K6V5 K5V4", INF)],
         ),
-        ({"high": "K8V4", "alpha_high": (0.0, INF)}, [("K8V8 K8V4", INF), ("K8V8 K5V4", INF)]),
+        ({"high": "K8V4", "alpha_high": (0.0, INF)}, [("K8V8 K8V4", INF), ("K8V8 K6V5 K5V4", INF)]),
         (
             {
                 "head_precisions": [

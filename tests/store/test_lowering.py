@@ -131,7 +131,7 @@ def lower_by_stages(pair: Pair, rungs: np.ndarray) -> None:
         (["K3V2", "K5V4"], {"adaptive_rounding": True}, False),
         (["K3V3", "K3V3"], {"adaptive_rounding": True}, True),
     ],
-    ids=["by K6V5", "both by K6V5", "by K5V4", "both by K6V5 and K4V4"],
+    ids=["by K6V5", "both by K6V5", "by K6V5 and K5V4", "both by K6V5 and K4V4"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rows_go_through_stages_as_in_the_simulation(
@@ -144,9 +144,9 @@ def test_rows_go_through_stages_as_in_the_simulation(
     with use_backend(backend):
         pair = pair_of(staged(finals, **fields), **moments)
         store = pair.store
-        assert [each.name for each in store.precisions[:2]] == ["K8V8", "K5V4" if "K5V4" in finals else "K6V5"]
+        assert [each.name for each in store.precisions[:2]] == ["K8V8", "K6V5"]
         assert len({layout.page_bytes for layout in store.layouts}) == 1
-        assert len(store.layouts) == 2 + (finals == ["K3V3", "K3V3"])
+        assert len(store.layouts) == 2 + (finals in (["K3V3", "K3V3"], ["K3V2", "K5V4"]))
         store.lowering.note_final(0, tuple(0.0 if keep else math.inf for keep in keeps), (1, 2))
         pair.forward(40, left_padding((40, 20, 2)))
         held = []
