@@ -127,6 +127,7 @@ STUDIES = {
             "diffkv",
             "diffkv:small",
             "diffkv:target_ratio=0.18",
+            "diffkv:target_ratio=0.15",
             f"diffkv:balanced+{ALIKE}",
             f"diffkv:small+{ALIKE}",
             "quanto:4",
