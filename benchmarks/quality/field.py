@@ -107,7 +107,8 @@ def _add_suite(suite: str) -> None:
                 )
         tokenizer, cases = cases_of(suite, **given)
         records, again = records_of(results, given["model"]), {"retry": retry, "quiet": quiet}
-        here, of_llama_cpp = ([method for method in chosen if (method.environment is None) is x] for x in (True, False))
+        here = [method for method in chosen if method.environment is None]
+        of_llama_cpp = [method for method in chosen if method.environment is not None]
         if here:
             model = load_model(given["model"], quiet=quiet)
             measure(model, tokenizer, here, cases, records, share=share_prompts, **again)

@@ -45,7 +45,7 @@ def test_the_page_shows_a_budget_filling_and_each_layer_s_rung(generator: Genera
     assert shares(html) == [round(100 * count / heads) for count in counts]
     assert 0 < sum(counts) < layers * heads
     assert f"{memory.filled:.0%} of the budget is in use" in html and f"{memory.room:,} more tokens fit" in html
-    assert f"K5V4: {1 - sum(counts) / (layers * heads):.0%}" in html
+    assert f"K6V5: {1 - sum(counts) / (layers * heads):.0%}" in html
     # a line where the budget is, in the same units as the others
     drawn = memory_line(tight.dense, tight.compressed, len(tight.pieces) + 1)
     top = float(re.findall(r'<span style="top:0%">([\d.]+)</span>', drawn)[0]) * 1e6
