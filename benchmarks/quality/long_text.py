@@ -82,6 +82,7 @@ def measure(model: Any, ids: tuple[int, ...], lengths: list[int], labels: list[s
 
     Args:
         ids: token ids of the document, `further` more than the last length.
+        lengths: numbers of tokens of the prompts, rising.
         labels: methods besides the dense cache.
         further: number of tokens behind each length whose logits are compared.
     """
@@ -109,13 +110,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
-    lengths, labels = [int(length) for length in options.lengths.split(",")], options.methods.split(",")
+    lengths, labels = sorted(map(int, options.lengths.split(","))), options.methods.split(",")
     _, tokenizer = load_config(options.model)
     model = load_model(options.model, dtype=options.dtype)
     pieces = TEXTS[options.text]()
     random.Random(options.seed).shuffle(pieces)
     (document,) = stretches(pieces, tokenizer, 1, lengths[-1], options.further)
-    about = {**vars(options), "output": str(options.output), "environment": describe_environment(model.device)}
+    given = {name: value for name, value in vars(options).items() if name != "output"}
+    about = {**given, "environment": describe_environment(model.device)}
     rows = []
     with torch.no_grad():
         for row in measure(model, (*document.context, *document.continuation), lengths, labels, options.further):

@@ -266,7 +266,7 @@ def main() -> None:
             for method, entries in measured(model, document, lengths, options).items():
                 found.setdefault(method, []).append(entries)
         if options.output is not None:
-            given = {key: str(value) for key, value in vars(options).items()}
+            given = {key: str(value) for key, value in vars(options).items() if key not in ("output", "plot")}
             result = {"options": given, "environment": describe_environment(model.device), "methods": found}
             options.output.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot is not None:

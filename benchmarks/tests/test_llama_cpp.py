@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from llama_stand_in import DIM, HEADS, LAYERS, STAND_INS, StandIn
 from transformers import AutoModelForCausalLM
 
 from hf_diffkv.evaluation import comparison
@@ -29,11 +30,8 @@ from hf_diffkv.running.models import CHECKOUT, TINY_LM
 pytestmark = pytest.mark.usefixtures("peers")
 PROMPT = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()
 TOKENS, CONTINUED = 900, 60
-LAYERS, HEADS, DIM = 6, 2, 64
 # bytes of 32 numbers of keys or values
 BLOCKS = {"f16": 64, "q8_0": 34, "q5_0": 22, "q4_0": 18}
-# the methods in whose place the worker's types are measured below
-STAND_INS = {"f16": "dense", "q8_0": "diffkv:K8V8", "q4_0": "diffkv:K4V2"}
 
 
 @pytest.fixture(scope="module")
@@ -64,59 +62,9 @@ def code(tokenizer: Any) -> Document:
     return Document("code-0", tuple(ids[:TOKENS]), continuation=tuple(ids[TOKENS : TOKENS + CONTINUED]))
 
 
-class StandIn:
-    """Stands for a `LlamaCpp`: its caches are those of this library's methods.
-
-    Attributes:
-        broken: types that cannot be had.
-        made: types of the caches made, in their order.
-        open: number of caches that were not closed.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.broken: set[str] = set()
-        self.made: list[str] = []
-        self.open = 0
-
-    def new_cache(self, types: Any, tokens: int) -> Any:
-        self.made.append(types.keys)
-        if types.keys in self.broken:
-            raise RuntimeError(f"no {types.keys}\nhere")
-        self.open += 1
-        return StandInCache(self, Session(self.model, get_method(STAND_INS[types.keys])), types, tokens)
-
-
-class StandInCache:
-    def __init__(self, program: StandIn, session: Session, types: Any, capacity: int) -> None:
-        self.program, self.session, self.types, self.capacity = program, session, types, capacity
-        self.prompt: Session | None = None
-
-    def forward(self, ids: Any, keep: int = 1) -> np.ndarray:
-        logits = self.session.forward(ids, keep).float().numpy()
-        assert self.session.seen <= self.capacity
-        if self.prompt is None:
-            self.prompt = self.session.branch()
-        return logits
-
-    def forget(self, tokens: int) -> None:
-        assert self.prompt is not None and tokens == self.prompt.seen
-        self.session = self.prompt.branch()
-
-    def held(self) -> Any:
-        import llama_context
-
-        assert self.session.seen == TOKENS
-        shape = llama_context.Shape(LAYERS, HEADS * DIM, HEADS * DIM)
-        return shape.held(self.types, self.session.seen)
-
-    def close(self) -> None:
-        self.program.open -= 1
-
-
 @pytest.fixture
 def program(model: Any) -> StandIn:
-    return StandIn(model)
+    return StandIn(model, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +104,10 @@ def test_bytes_of_types(worker: ModuleType) -> None:
     assert shape.held(llama_context.parse_types(["q8_0/q4_0"]), 10).bytes == 10 * 4992
 
 
-def test_it_needs_neither_pytorch_nor_transformers(worker: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["llama_worker", "llama_field"])
+def test_workers_need_neither_pytorch_nor_transformers(name: str, worker: ModuleType) -> None:
     absent = "; ".join(f"sys.modules[{name!r}] = None" for name in ("torch", "transformers", "psutil", "llama_cpp"))
-    program = f"import sys; {absent}; sys.path.insert(0, {str(Path(worker.__file__).parent)!r}); import llama_worker"
+    program = f"import sys; {absent}; sys.path.insert(0, {str(Path(worker.__file__).parent)!r}); import {name}"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=CHECKOUT)
 
 

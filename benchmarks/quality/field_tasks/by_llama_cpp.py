@@ -48,8 +48,7 @@ def measure_by_llama_cpp(
         EvaluationError: there is no GGUF file or no environment, or its process failed.
     """
     gguf = str(find_gguf(model))
-    known = [record for task in dict.fromkeys(case.task for case in cases) for record in records.of(task)]
-    done = {record.key for record in known if not (retry and record.error)}
+    done = {record.key for record in records.of_cases(cases) if not (retry and record.error)}
     with (
         tempfile.TemporaryDirectory() as folder,
         tqdm(total=len(cases) * len(methods), unit="answer", disable=quiet or None, dynamic_ncols=True) as bar,

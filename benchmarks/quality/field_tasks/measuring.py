@@ -50,6 +50,10 @@ class Records:
         self._mend(path)
         return read_records([path])
 
+    def of_cases(self, cases: Iterable[Case]) -> list[Record]:
+        """Returns the records of all tasks that cases belong to."""
+        return [record for task in dict.fromkeys(case.task for case in cases) for record in self.of(task)]
+
     def add(self, record: Record) -> None:
         """Appends a record and syncs it to disk."""
         with open(self.path(record.task), "a", encoding="utf-8") as file:
@@ -88,10 +92,9 @@ def measure(
         quiet: whether to hide the progress bar.
     """
     bases = bases_of(model, methods)
-    known = [record for task in dict.fromkeys(case.task for case in cases) for record in records.of(task)]
     done = {
         record.key
-        for record in known
+        for record in records.of_cases(cases)
         if record.method in bases and same_basis(record, bases[record.method]) and not (retry and record.error)
     }
     environment = describe_environment(model.device)
@@ -166,7 +169,7 @@ def join(tokenizer: Any, cases: Iterable[Case], lines: Iterable[Mapping[str, Any
         EvaluationError: a line has other fields, or answers none of the cases.
     """
     by_key = {(case.task, case.name, case.digest): case for case in cases}
-    known = {record.key for task in {case.task for case in by_key.values()} for record in records.of(task)}
+    known = {record.key for record in records.of_cases(by_key.values())}
     added = 0
     for number, line in enumerate(lines, start=1):
         missing = [name for name in NEEDED if name not in line]
