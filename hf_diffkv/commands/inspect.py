@@ -12,7 +12,7 @@ import click
 
 from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
 from ..running.models import SMALLEST_MODEL, load_model, resolve_model
-from .console import Command, colours, megabytes, paragraph, progress, table
+from .console import Command, Failure, colours, megabytes, one_line, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config
 from .options import (
     choice_of,
@@ -162,12 +162,17 @@ def _run(options: SimpleNamespace, model: Any, config: Any, ids: list[int]) -> D
 
     from ..cache.diffkv_cache import DiffKVCache
     from ..compat import passing
+    from ..running.side_by_side import EXPECTED_ERRORS
 
     model.set_attn_implementation("diffkv")
     cache = DiffKVCache(model, config)
     progress(f"reading {len(ids):,} tokens", options.quiet)
-    with torch.no_grad():
-        model(input_ids=torch.tensor([ids], device=model.device), **passing(cache), use_cache=True, logits_to_keep=1)
+    prompt = torch.tensor([ids], device=model.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=prompt, **passing(cache), use_cache=True, logits_to_keep=1)
+    except EXPECTED_ERRORS as error:
+        raise Failure(one_line(error)) from error
     return cache
 
 

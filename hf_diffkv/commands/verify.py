@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from .console import Command, Failure, paragraph, progress, table
+from .console import Command, Failure, one_line, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     MAX_KL,
@@ -97,6 +97,7 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     from ..evaluation.tasks.text import stretches
     from ..evaluation.verification import ROUNDING, follow, measure
     from ..running.models import load_model
+    from ..running.side_by_side import EXPECTED_ERRORS
 
     found = stretches(read_pieces(options.text), tokenizer, options.documents, options.length, options.continued)
     model = load_model(options.model, options.dtype, device, options.quiet, options.weights)
@@ -107,7 +108,10 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
 
     def run(name: str, fields: dict[str, Any], base: str | None = None) -> Any:
         progress(f"DiffKV, {name}", options.quiet)
-        return measure(model, name, DiffKVMethod(fields, base), found, expected)
+        try:
+            return measure(model, name, DiffKVMethod(fields, base), found, expected)
+        except EXPECTED_ERRORS as error:
+            raise Failure(one_line(error)) from error
 
     lossless = run("lossless", {}, "lossless")
     if lossless.kl > ROUNDING:

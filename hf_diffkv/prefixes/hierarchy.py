@@ -63,7 +63,7 @@ class Hierarchy:
         folder = self.folder
         if folder is None:
             return
-        others = sum(not name.startswith(self.fingerprint) for name in folder.names())
+        others = sum(not name.startswith(self.fingerprint) for name in self._listed(folder))
         if others:
             warn(
                 f"{folder.folder} holds {others} prefixes of another model, configuration or version; they are "
@@ -82,7 +82,7 @@ class Hierarchy:
         """Reads which prefixes other processes have added to the folder or removed from it."""
         if self.folder is None:
             return
-        names = {name for name in self.folder.names() if name.startswith(self.fingerprint)}
+        names = {name for name in self._listed(self.folder) if name.startswith(self.fingerprint)}
         for name in names - self.entries.keys():
             self.entries[name] = Entry(int(name.split("-")[1]), self.folder.used(name))
         self.drop_lost([name for name in self.entries if name not in names])
@@ -170,6 +170,14 @@ class Hierarchy:
             except OSError as error:
                 self.note_fault("prefixes cannot be removed", error)
         self.drop_lost(names)
+
+    def _listed(self, folder: FolderTier) -> list[str]:
+        """Returns the names in the folder; none, after a report, if it cannot be listed."""
+        try:
+            return folder.names()
+        except OSError as error:
+            self.note_fault("the folder of prefixes cannot be listed", error)
+            return []
 
     def _place(self, name: str, snapshot: Snapshot, first: int) -> None:
         """Puts a prefix into the first tier from `first` on that takes it, if any."""

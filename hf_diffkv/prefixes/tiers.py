@@ -157,7 +157,7 @@ class FolderTier:
             yield
 
     def names(self) -> list[str]:
-        """Returns the names of all prefixes, including other models' prefixes."""
+        """Returns the names of all prefixes, other models' included. Raises `OSError` if they cannot be listed."""
         try:
             return [name for name in os.listdir(self.folder) if ENTRY_NAME.fullmatch(name)]
         except FileNotFoundError:
@@ -168,10 +168,10 @@ class FolderTier:
         return {name: self.size(name) for name in self.names()}
 
     def size(self, name: str) -> int:
-        """Returns the bytes of a prefix's files; 0 if it is gone."""
+        """Returns the bytes of a prefix's files; 0 if it is gone or cannot be read."""
         try:
             return sum(path.stat().st_size for path in (self.folder / name).iterdir())
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     def used(self, name: str) -> int:
@@ -190,7 +190,8 @@ class FolderTier:
             return
 
     def holds(self, name: str) -> bool:
-        return (self.folder / name).is_dir()
+        # unlike Path.is_dir it is False for what may not be read
+        return os.path.isdir(self.folder / name)
 
     def cost(self, snapshot: Snapshot) -> int:
         """Returns an upper bound on the bytes of the files of `snapshot`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -16,6 +18,7 @@ from hf_diffkv.cli import main
 from hf_diffkv.commands import COMMANDS, env, load
 from hf_diffkv.native.library import instructions
 from hf_diffkv.native.path import instructions_at
+from hf_diffkv.running import models
 from hf_diffkv.running.models import TINY_LM
 
 TINY = ["--model", "tiny-lm"]
@@ -132,6 +135,8 @@ SLOW = [
     (["inspect", "a" * 4097], 2, "the prompt has 4097 tokens, but the model's max_position_embeddings is 4096"),
     (["inspect", "--model", str(ROOT / "docs"), "--quiet"], 2, "cannot load the model "),
     (["inspect", "--window", "9", "--high", "K5V4", "--low", "K5V4", "--quiet", "--max-bytes", "9B"], 0, ""),
+    (["inspect", "a" * 200, *TINY, "--quiet", "--max-bytes", "1KB"], 1, "max_bytes=1000 cannot even hold"),
+    (["verify", *TINY, "--length", "200", "--continued", "2", "--quiet", "--max-bytes", "1KB"], 1, "max_bytes=1000"),
     (["chat", *TINY, "--quiet"], 2, "tiny-lm cannot be talked with: the tokenizer has no chat template"),
     (["plan", *TINY, "--memory", "5MB"], 1, "the weights take 8.93 MB, which leaves nothing of 5.00 MB"),
     (["plan", *TINY, "--memory", "1GB", "--context", "5000"], 2, "--context 5000 is above the model's"),
@@ -145,6 +150,7 @@ SLOW = [
     (["serve", "tiny-lm", "--max-length", "5000"], 2, "--max-length 5000 is above the model's max_position_embeddings"),
     (["serve", "tiny-lm", "--chat-template", "no.jinja"], 2, "cannot read no.jinja: No such file or directory."),
     (["serve", "tiny-lm", "--host", "no.such.host.invalid"], 2, "cannot listen at no.such.host.invalid:8000: "),
+    (["serve", "tiny-lm", "--host", "a..b"], 2, "cannot listen at a..b:8000: "),
     (["serve", "tiny-lm", "--port", "0", "--max-bytes", "9KB", "--quiet"], 1, "max_bytes=9000"),
     (["bench", *TINY, "--context", "4095", "--quiet"], 2, "are 4113 tokens together"),
     (["bench", *TINY, "--caches", "dens", "--quiet"], 2, "unknown cache 'dens': did you mean dense"),
@@ -180,6 +186,31 @@ def test_serve_is_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["serve", "tiny-lm"]) == 2
     assert "WORLD_SIZE=2" in capsys.readouterr().err
+
+
+def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_DIFFKV_API_KEY", "")
+    assert main(["serve", "tiny-lm"]) == 2
+    assert "the API key is empty; give --api-key or HF_DIFFKV_API_KEY one" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no two sockets have one address there")
+def test_another_server_got_the_address(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two servers may have one address until one of them listens, which here happens while the other loads."""
+    load_model = models.load_model
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+
+        def load_slowly(*args: Any) -> Any:
+            other.listen()
+            return load_model(*args)
+
+        monkeypatch.setattr(models, "load_model", load_slowly)
+        port = str(other.getsockname()[1])
+        address = ["--host", "127.0.0.1", "--port", port]
+        assert main(["serve", "tiny-lm", *address, "--max-bytes", "16MB", "--device", "cpu", "--quiet"]) == 1
+    assert f"hf-diffkv: cannot listen at 127.0.0.1:{port}: Address already in use." in capfd.readouterr().err
 
 
 def test_there_are_enough_of_them() -> None:

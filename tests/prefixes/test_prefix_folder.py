@@ -181,6 +181,33 @@ def test_files_that_cannot_be_read(
     assert_finds(store, runs, 50)
 
 
+def test_a_folder_that_cannot_be_listed(
+    model: PreTrainedModel, runs: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(model, tmp_path / "folder", runs)
+    assert_finds(store, runs, 50)
+    # a mount that is gone is no folder any more
+    (tmp_path / "folder").rename(tmp_path / "kept")
+    (tmp_path / "folder").touch()
+    with pytest.warns(RuntimeWarning, match="the folder of prefixes cannot be listed"):
+        assert_finds(store, runs, 0)
+    assert len(store) == 0 and store.stats.disk_errors > 0
+    store.save()
+    (tmp_path / "folder").unlink()
+    (tmp_path / "kept").rename(tmp_path / "folder")
+    assert_finds(store, runs, 50)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", _refuse)
+        patched.setattr(os, "listdir", _refuse)
+        with pytest.warns(RuntimeWarning, match="Permission denied"):
+            assert store.look_ahead([runs[1].ids[0]])[0].tokens == 0 and len(store) == 0
+    assert_finds(store, runs, 50)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
 def test_a_folder_of_another_model(model: PreTrainedModel, runs: list[Run], tmp_path: Path) -> None:
     """Other weights, configurations and dtypes: nothing is found, all that is there counts, and the oldest goes."""
     filled(model, tmp_path, runs)

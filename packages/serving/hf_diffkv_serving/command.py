@@ -157,7 +157,8 @@ def command(**given: Any) -> None:
 
 def _check(options: SimpleNamespace) -> None:
     """Checks the options by themselves. Raises `click.UsageError`."""
-    if options.api_key == "":
+    # click takes an empty variable for one that is not set
+    if options.api_key == "" or options.api_key is None and os.environ.get(API_KEY) == "":
         raise click.UsageError(f"the API key is empty; give --api-key or {API_KEY} one, or leave both out.")
     if options.max_bytes is not None and options.memory_share is not None:
         raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
@@ -204,7 +205,7 @@ def _check_length(options: SimpleNamespace, limit: int | None) -> None:
 
 
 def _listen(options: SimpleNamespace) -> socket.socket:
-    """A socket that has its address and does not listen yet. Raises `click.UsageError` where it gets none."""
+    """Returns a socket that has its address and does not listen yet. Raises `click.UsageError` if it gets none."""
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
@@ -212,10 +213,12 @@ def _listen(options: SimpleNamespace) -> socket.socket:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
+    # a host that is no name of the network is a UnicodeError
+    except (OSError, UnicodeError) as error:
         if listener is not None:
             listener.close()
-        raise click.UsageError(f"cannot listen at {options.host}:{options.port}: {error.strerror}.") from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise click.UsageError(f"cannot listen at {options.host}:{options.port}: {reason}.") from error
     return listener
 
 
@@ -251,8 +254,14 @@ def _serve(
         raise Failure(one_line(error)) from error
     name = options.name or options.model
     memory = engine.memory()
-    address = f"http://{options.host}:{listener.getsockname()[1]}"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    address = f"http://{host}:{listener.getsockname()[1]}"
     room = f"{megabytes(memory.max_bytes)} for requests of up to {memory.longest:,} tokens"
+    try:
+        # another server may have got the same address, and have begun to listen while this one loaded its model
+        listener.listen()
+    except OSError as error:
+        raise Failure(f"cannot listen at {options.host}:{options.port}: {error.strerror}.") from error
     ready = f"{name} at {address}/v1; {room}."
     log.message(ready, paragraph(ready))
     if tokenizer.chat_template is None:

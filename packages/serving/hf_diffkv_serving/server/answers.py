@@ -15,11 +15,10 @@ from fastapi.responses import StreamingResponse
 from ..batching.sampling import TokenLogprobs
 from .errors import RefusedError
 from .generation import Asked, Generation, Run, Step
+from .text import NO_CHARACTER
 
 # what OpenAI's protocol has for the logarithm of 0
 NEVER = -9999.0
-# what decoders put where bytes are no character
-NO_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True)

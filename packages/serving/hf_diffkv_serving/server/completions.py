@@ -56,6 +56,7 @@ class CompletionAnswer(Answer):
             stop=tuple(body.stop or ()),
             ignore_eos=bool(body.ignore_eos),
             stream=bool(body.stream),
+            continues=True,
         )
 
     def _ids(self, prompt: str | list[int], place: int) -> list[int]:

@@ -38,6 +38,7 @@ class Asked:
         ignore_eos: whether the model's end tokens do not end an answer.
         stream: whether tokens are wanted as they come.
         parser: function from a prompt to the parser of thoughts and tools; None if there is none.
+        continues: whether answers continue the text of their prompts, so that a space at their beginning stays.
     """
 
     prompts: list[list[int]]
@@ -49,6 +50,7 @@ class Asked:
     stream: bool = False
     parser: Callable[[list[int]], Any] | None = None
     boundaries: tuple[int, ...] = ()
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ class Generation:
         ends = [NO_END] if asked.ignore_eos else self._ends
         for number, name in enumerate(names, first):
             parser = None if asked.parser is None else asked.parser(prompt)
-            answer = _Answer(run, number, Transcript(self.tokenizer, parser, asked.stop), ends)
+            transcript = Transcript(self.tokenizer, parser, asked.stop, prompt if asked.continues else ())
+            answer = _Answer(run, number, transcript, ends)
             self.engine.register_result_handler(name, self._handler(answer, name))
             submitted.get([]).append(name)
         options = {"eos_token_id": ends, "num_children": len(names) - 1}

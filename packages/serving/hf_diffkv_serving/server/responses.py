@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -68,10 +69,27 @@ class ResponseBody(Body):
     prompt_cache_retention: only() = None
 
 
+class _Numbers:
+    """Numbers events, beginning with 0."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def event(self, content: dict[str, Any]) -> str:
+        self._next += 1
+        return event({**content, "sequence_number": self._next - 1}, content["type"])
+
+
+@dataclass(frozen=True)
 class ResponseAnswer(Answer):
-    """A response."""
+    """A response.
+
+    Attributes:
+        numbered: numbers of the events of its stream.
+    """
 
     body: ResponseBody
+    numbered: _Numbers = field(default_factory=_Numbers)
 
     @property
     def _with_logprobs(self) -> bool:
@@ -153,7 +171,7 @@ class ResponseAnswer(Answer):
         return self._final(run, output, "completed" if complete else "incomplete")
 
     async def events(self, run: Run) -> AsyncIterator[str]:
-        output, numbered = ResponseOutput(self.request_id), _Numbers()
+        output, numbered = ResponseOutput(self.request_id), self.numbered
         for status in ("created", "in_progress"):
             yield numbered.event({"type": f"response.{status}", "response": self._object("in_progress", [])})
         complete = True
@@ -168,15 +186,4 @@ class ResponseAnswer(Answer):
 
     def failed(self, error: RefusedError) -> str:
         what = {"code": "server_error", "message": str(error)}
-        return event({"type": "response.failed", "response": self._object("failed", [], error=what)}, "response.failed")
-
-
-class _Numbers:
-    """Numbers events, beginning with 0."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def event(self, content: dict[str, Any]) -> str:
-        self._next += 1
-        return event({**content, "sequence_number": self._next - 1}, content["type"])
+        return self.numbered.event({"type": "response.failed", "response": self._object("failed", [], error=what)})

@@ -10,6 +10,11 @@ from tokenizers.decoders import DecodeStream
 
 from .parts import response_events_to_chunks
 
+# what decoders put where bytes are no character
+NO_CHARACTER = "\ufffd"
+# tokens of which a stream decodes the shortest part that is text
+CONTINUED = (1, 4, 16)
+
 _logger = logging.getLogger("hf_diffkv")
 
 
@@ -58,11 +63,14 @@ class Transcript:
         tokenizer: fast tokenizer of the model.
         parser: parser of thoughts and tool calls, which need special tokens in the text; None leaves the text as it is.
         stops: strings that end the answer and are left out of it.
+        before: tokens that the answer continues, so that a space at its beginning stays; none if it stands by itself.
     """
 
-    def __init__(self, tokenizer: Any, parser: Any = None, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, parser: Any = None, stops: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._parser, self._plain = tokenizer, parser, parser is None
-        self._stream = DecodeStream([], skip_special_tokens=self._plain)
+        self._stream = self._new_stream(before)
         # tokens whose text is not known yet, and characters of those before
         self._pending: list[int] = []
         self._decoded = 0
@@ -84,8 +92,15 @@ class Transcript:
 
     def add(self, token: int) -> list[Any]:
         """The pieces that are known with one more token."""
-        text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
-        self._pending = [] if text else [*self._pending, token]
+        self._pending.append(token)
+        try:
+            text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        except Exception:
+            # bytes that are no character, behind one that was said; tokenizers has no narrower error
+            text = self._decode(self._pending)
+            self._stream = self._new_stream(self._pending)
+        if text:
+            self._pending = []
         self._decoded += len(text)
         return self._pieces(self._stops.feed(text))
 
@@ -95,12 +110,20 @@ class Transcript:
             pieces = []
         else:
             # the stream keeps what may be the beginning of a character
-            rest = self._tokenizer.decode(self._pending, skip_special_tokens=self._plain)
-            pieces = self._pieces(self._stops.feed(rest))
+            pieces = self._pieces(self._stops.feed(self._decode(self._pending)))
             pieces += self._pieces(self._stops.flush())
         if self._parser is not None:
             pieces += self._parsed(lambda: self._parser.finalize()[1], "")
         return pieces
+
+    def _new_stream(self, before: Sequence[int]) -> DecodeStream:
+        """Returns a stream that continues the last of the tokens `before` that are whole characters."""
+        parts = (list(before[-size:]) for size in CONTINUED if len(before))
+        seed = next((part for part in parts if (text := self._decode(part)) and NO_CHARACTER not in text), [])
+        return DecodeStream(seed, skip_special_tokens=self._plain)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._plain)
 
     def _pieces(self, text: str) -> list[Any]:
         if not text:

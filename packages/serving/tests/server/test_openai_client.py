@@ -288,6 +288,22 @@ def test_an_engine_that_fails_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+def test_a_failed_response_is_numbered_like_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as running, served(build_app(NAME, model(), tokenizer(), running)) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            stream = respond(client, stream=True, max_output_tokens=300, extra_body={"ignore_eos": True})
+            events = [next(stream) for _ in range(6)]
+
+            def failing() -> None:
+                raise RuntimeError("the device is lost")
+
+            monkeypatch.setattr(running, "_generation_step", failing)
+            events += stream
+    assert events[-1].type == "response.failed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+@pytest.mark.slow
 def test_a_client_that_goes_away_leaves_nothing() -> None:
     with engine() as running, served(build_app(NAME, model(), tokenizer(), running)) as address:
         with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:

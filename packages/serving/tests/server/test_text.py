@@ -89,6 +89,22 @@ def test_characters_of_several_tokens() -> None:
     assert joined(say(stopped, ids), str) == "aé€"
 
 
+def test_bytes_that_are_no_character_are_replaced() -> None:
+    spaced = [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ids = {f"<0x{i:02X}>": i for i in range(256)} | {"_so": 256, "_it": 257}
+    inner = Tokenizer(models.BPE(ids, [], byte_fallback=True))
+    inner.decoder = decoders.Sequence(spaced)
+    own = PreTrainedTokenizerFast(tokenizer_object=inner)
+    # a whole character, the beginning of another one, and a word
+    assert joined(say(Transcript(own), [*"é".encode(), 0xE2, 256, 257, *"é".encode()]), str) == "é\ufffd so ité"
+    assert joined(say(Transcript(own), [*"é".encode(), 0xE2, 0xC3, 257, 0xE2]), str) == "é\ufffd\ufffd it\ufffd"
+    # the first space belongs to a text that continues another one
+    assert joined(say(Transcript(own), [256, 257]), str) == "so it"
+    for before in ([256], list("🌳".encode()), [0xE2, *"🌳".encode()], [0xE2, 256, *"🌳".encode()]):
+        assert joined(say(Transcript(own, before=before), [256, 257]), str) == " so it", before
+    assert joined(say(Transcript(own, before=[0xE2] * 20), [256, 257]), str).endswith("so it")
+
+
 def parsed(text: str, **options: Any) -> list[Any]:
     ids = tokenizer()(text).input_ids
     return say(Transcript(tokenizer(), ResponseParser(RESPONSE_TEMPLATE, prefix=""), **options), ids)
