@@ -28,8 +28,9 @@ inline void read_narrow(const uint8_t* from, float factor, float& scale, float& 
 // Metadata of a group with smallest and largest elements `low` and `high`.
 inline uint16_t narrow_metadata(float low, float high, int bits) {
   const float levels = levels_of(bits);
-  low = smaller(low, 0.f);
-  high = larger(high, 0.f);
+  // not -0, whose sign would be a bit of the scale
+  low = low < 0 ? low : 0.f;
+  high = high > 0 ? high : 0.f;
   float16 half;
   from_float((high - low) / levels, half);
   const uint32_t scale = smaller((uint32_t(half.bits) + 0xf + (half.bits >> 5 & 1)) >> 5, LARGEST_SCALE);

@@ -21,7 +21,7 @@ from hf_diffkv.ops.append import native as append_native
 from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import native as compact_native
-from hf_diffkv.ops.quantize import native
+from hf_diffkv.ops.quantize import native, reference
 from hf_diffkv.pages import LOW
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
@@ -88,6 +88,22 @@ def test_rows_of_extreme_values(dtype: torch.dtype, numbers: dict) -> None:
         tokens[2].key[row] = tokens[2].value[row] = part.to(dtype)
     tokens[2].score[:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
     assert_stored_alike(tier, tokens, dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("numbers", [{}, *NARROW, {"metadata_bits": 16, "rotated": True}], ids=str)
+def test_zeros_of_both_signs_are_zeros(bits: int, numbers: dict) -> None:
+    tier = tier_of(Precision(8, bits), 128, 128, **numbers)
+    tokens = list(make_tokens(tier, 10, torch.float32))
+    signs = torch.where(torch.arange(128) % 3 == 0, 1.0, -1.0)
+    for row, zeros in enumerate((torch.zeros(128), -torch.zeros(128), torch.zeros(128) * signs)):
+        tokens[2].key[row] = tokens[2].value[row] = zeros
+    with use_backend("reference"):
+        for op in (native, reference):
+            pages = poisoned(tier)
+            op.store_tokens(pages, tier, *tokens, torch.float32)
+            for found in op.load_tokens(pages, tier, tokens[0][:3], tokens[1][:3], torch.float32)[:2]:
+                assert torch.equal(found, torch.zeros(3, 128))
 
 
 @pytest.mark.parametrize("bits", [4, 16])
