@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..compat import cache_argument, text_length
 from .diffkv_cache import DiffKVCache
 from .errors import CacheNotUsedError
+from .turns import module_frames
 
 _thread = threading.local()
 
@@ -39,6 +41,8 @@ class Call:
     def use(self, cache: DiffKVCache) -> None:
         """Sets the cache of the call."""
         self.cache = cache
+        # `generate()` may run within a module, which is then no sign of a forward
+        cache.stores.turns.outer = module_frames(sys._getframe())
         self._at_start = self._before = cache.get_seq_length()
 
     def prepare(self, given: Any, input_ids: Any, arguments: Mapping[str, Any]) -> bool:
@@ -143,6 +147,8 @@ def under_way(model: Any, chooses: bool = False) -> Iterator[Call]:
         yield call
     finally:
         calls.remove(call)
+        if call.cache is not None:
+            call.cache.stores.turns.outer = 0
 
 
 def current_call(model: Any) -> Call | None:

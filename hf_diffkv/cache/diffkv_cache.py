@@ -92,6 +92,9 @@ class DiffKVCache(OtherStates, Cache):
         compressed = self.compressed_layers()
         self._last_layer = max(here, default=0)
         self.stores.beside_others = len(compressed) < len(self.layers)
+        # before `get_conv_state` models took states unseen
+        told = hasattr(Cache, "get_conv_state") or not any(map(has_states, self.layers))
+        self.stores.turns.last_layer = self._last_layer if told and self.stores.num_layers else -1
         for layer_idx in compressed:
             self.layers[layer_idx].is_last = layer_idx == self._last_layer
 
@@ -130,11 +133,11 @@ class DiffKVCache(OtherStates, Cache):
             check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2])
         if isinstance(layer, DiffKVLayer) or not told:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        comes_once = not has_states(layer)
-        self.stores.turns.reach(layer_idx, comes_once)
+        self.stores.reach_other(layer_idx, layer)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         # else the forward ends with its thread's next one, or once its thread is seen outside of it
-        self.stores.turns.layer_done(comes_once and layer_idx == self._last_layer, self.stores.awaited is not None)
+        is_last = layer_idx == self._last_layer and not has_states(layer)
+        self.stores.turns.layer_done(is_last, self.stores.awaited is not None)
         return returned
 
     def _check_switched(self) -> None:
@@ -149,9 +152,10 @@ class DiffKVCache(OtherStates, Cache):
             )
 
     def check_handover(self) -> None:
-        """Raises `HandOverError` unless all attention functions picked up the announced keys and values."""
+        """Raises `HandOverError` unless every layer stored all announced keys and values, and its readers attended."""
         self._check_picked_up()
         self.stores.check_read()
+        self.stores.check_complete()
 
     def _check_picked_up(self) -> None:
         if self.stores.pending is not None:
@@ -328,7 +332,6 @@ class DiffKVCache(OtherStates, Cache):
             raise ValueError(f"n={n!r} must be an integer of at least 1.")
         self.usage.check_idle()
         self.check_handover()
-        self.stores.check_complete()
         return [self._twin() for _ in range(n)]
 
     def _twin(self) -> DiffKVCache:

@@ -167,20 +167,15 @@ class DiffKVLayer(CacheLayerMixin):
                 "keys and values are on the meta device, which holds no data; load the model's weights first, for "
                 "example with from_pretrained."
             )
-        self.stores.turns.reach(self.layer_idx)
+        self.stores.reach(self.layer_idx)
         try:
             self.stores.check_read()
             self.stores.check_usable()
             key, value = _as_attended(key_states, value_states)
             with self._in_step(key.device, self._may_fail_alone(key.shape[2])):
                 self._begin(key, value)
-        except MemoryError:
-            # work of other layers or ranks for this forward cannot be undone from here
-            self.stores.broken |= self.stores.tensor_parallel.size > 1 or not self.stores.starts_forward(self.index)
-            self.stores.turns.end()
-            raise
-        except BaseException:
-            self.stores.turns.end()
+        except BaseException as error:
+            self.stores.give_up(self.index, error)
             raise
         self.see(key.shape[2])
         self.pending, self.stores.pending = (key, value), self.index
@@ -256,10 +251,12 @@ class DiffKVLayer(CacheLayerMixin):
         alone = self.stores.recording or tokens > 1 or self.seen == tokens
         try:
             with self._in_step(query.device, alone):
-                return self._attend(query, softmax, valid, mask, shown)
+                output = self._attend(query, softmax, valid, mask, shown)
         except BaseException:
             self.abandon(tokens)
             raise
+        self.stores.earlier.end()
+        return output
 
     def abandon(self, tokens: int) -> None:
         """Takes back `tokens` announced tokens after an error in their attention, or marks the cache as broken."""
@@ -267,7 +264,6 @@ class DiffKVLayer(CacheLayerMixin):
         self._forget_awaited()
         if self.stores.abandon(self.index, tokens):
             self.reset()
-        self.stores.turns.end()
 
     def _attend(
         self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None

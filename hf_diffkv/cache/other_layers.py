@@ -15,6 +15,7 @@ class OtherStates:
     """Mixin for linear-attention states in a cache with `stores`; forwards that use them take a turn (turns.py)."""
 
     stores: Any
+    layers: Any
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         self._reach_states(layer_idx)
@@ -35,7 +36,44 @@ class OtherStates:
 
     def _reach_states(self, layer_idx: int) -> None:
         if not (torch.compiler.is_compiling() or self.stores.capturing):
-            self.stores.turns.reach(layer_idx, comes_once=False)
+            self.stores.reach_other(layer_idx, self.layers[layer_idx])
+
+
+class EarlierLayers:
+    """Layers of Transformers' own that a forward has reached before it stored tokens, as they were before it."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, dict[str, Any]]] = []
+        self._notes = self._lost = False
+
+    def begin(self) -> None:
+        """Notes layers from now on, in a forward that begins."""
+        self.end()
+        self._notes = True
+
+    def note(self, layer: Any) -> None:
+        """Notes a layer that is about to change. Models write into states, so these cannot be set back."""
+        if not self._notes:
+            return
+        if has_states(layer):
+            self._lost = True
+        else:
+            # updates replace tensors and do not write into them
+            self._before.append((layer, dict(vars(layer))))
+
+    def set_back(self) -> bool:
+        """Sets the layers back. Returns whether all of them are as before the forward."""
+        for layer, before in self._before:
+            vars(layer).clear()
+            vars(layer).update(before)
+        undone = not self._lost
+        self.end()
+        return undone
+
+    def end(self) -> None:
+        """Drops what was noted, and notes nothing more in this forward."""
+        self._before.clear()
+        self._notes = self._lost = False
 
 
 def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int) -> None:

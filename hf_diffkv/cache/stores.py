@@ -22,6 +22,7 @@ from ..store import KVHeads, Store, begin_forward, drop_unused_layers, settle, w
 from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .free_memory import budget_of
+from .other_layers import EarlierLayers, has_states
 from .turns import ForwardTurns
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -96,8 +97,9 @@ class Stores:
         self.broken = False
         # turns of forwards and of other users of the cache
         self.turns = ForwardTurns()
-        # whether the cache also has layers of Transformers' own
+        # whether the cache also has layers of Transformers' own, and those before the first compressed one
         self.beside_others = False
+        self.earlier = EarlierLayers()
         self.order = torch.zeros(1)
         self.tensor_parallel = TensorParallel()
         # device of each compressed layer; None: one device for all, or unknown
@@ -283,6 +285,18 @@ class Stores:
             )
         return self.configs[index]
 
+    def reach(self, layer_idx: int) -> None:
+        """Notes that a forward reaches the compressed layer `layer_idx` of the model."""
+        if self.turns.reach(layer_idx):
+            self.earlier.begin()
+
+    def reach_other(self, layer_idx: int, layer: Any) -> None:
+        """Notes that a forward reaches a layer of Transformers' own and may change it."""
+        if self.turns.reach(layer_idx, comes_once=not has_states(layer), is_stock=True):
+            self.earlier.begin()
+        if self.num_layers:
+            self.earlier.note(layer)
+
     def starts_forward(self, index: int) -> bool:
         """Returns whether this layer is the first of a forward: no other layer has seen more tokens."""
         return max(self.seen) <= self.seen[index]
@@ -366,11 +380,22 @@ class Stores:
 
     def check_usable(self) -> None:
         """Raises `HandOverError` after a forward that is known to have stopped halfway."""
-        if self.broken:
+        if self.broken or self.turns.halfway:
             raise stopped_halfway()
 
+    def give_up(self, index: int, error: BaseException) -> None:
+        """Ends a forward in which a layer could not be given its tokens, and undoes it if this layer is its first one.
+
+        Otherwise the cache is marked as broken.
+        """
+        # work of other layers or ranks for this forward cannot be undone from here
+        alone = self.tensor_parallel.size == 1 or not isinstance(error, MemoryError)
+        undone = self.starts_forward(index) and alone and self.earlier.set_back()
+        self.broken |= not undone
+        self.turns.end(undone)
+
     def abandon(self, index: int, tokens: int) -> bool:
-        """Handles a layer's failure to store `tokens` tokens.
+        """Handles a layer's failure to store `tokens` tokens, which ends the forward.
 
         The forward is undone if this layer is its first one; else the cache is marked as broken.
 
@@ -381,13 +406,17 @@ class Stores:
         # other ranks may have stored their tokens already
         if self.broken or self.tensor_parallel.size > 1 or any(seen >= self.seen[index] for seen in others):
             self.broken = True
+            self.turns.end()
             return False
         self.seen[index] -= tokens
         for store in self.all:
             withdraw(store, tokens)
+        undone = self.earlier.set_back()
         empty = not others and self.seen[index] == 0
         if empty:
             self.clear()
+        self.broken |= not undone
+        self.turns.end(undone)
         return empty
 
     def assign(self, index: int, store: Store, slot: int) -> None:
@@ -440,7 +469,8 @@ class Stores:
     def clear(self) -> None:
         """Drops all stores and their memory."""
         self.pending = self.awaited = None
-        self.broken = False
+        self.broken = self.turns.halfway = False
+        self.earlier.end()
         self.recording = False
         self._budgets.clear()
         self.all.clear()

@@ -50,11 +50,15 @@ class ForwardTurns:
     """The turns at one cache. In copies and forked processes nobody has the turn at first.
 
     Attributes:
+        last_layer: index of the layer with which forwards end; -1 if unknown.
+        halfway: whether a forward that had reached layers of Transformers' own ended before its last layer.
         last_layer_came: whether the last layer of the current forward has its tokens.
         last_forward: identifier of the newest forward's thread; None before the first.
+        outer: number of module frames around the `generate()` call that runs forwards, which are none of theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_layer: int = -1, halfway: bool = False) -> None:
+        self.last_layer, self.halfway = last_layer, halfway
         self._mutex = threading.Lock()
         self._waiting: deque[_Ticket] = deque()
         self._thread: int | None = None
@@ -62,20 +66,31 @@ class ForwardTurns:
         # index of the layer that the current forward reached last; infinite if none is under way, so that any layer
         # starts a forward
         self._place = float("inf")
+        # layer that the current forward must reach; layers of Transformers' own do not tell whether they missed one
+        self._until = -1
         self.last_layer_came = False
         self.last_forward: int | None = None
+        self.outer = 0
         _all_turns.add(self)
 
-    def reach(self, layer_idx: int, comes_once: bool = True) -> None:
+    def reach(self, layer_idx: int, comes_once: bool = True, is_stock: bool = False) -> bool:
         """Notes that a forward reaches a layer, and takes the forward's turn with the first one.
 
         Args:
             layer_idx: index of the layer in the model.
             comes_once: whether a forward reaches this layer at most once.
+            is_stock: whether it is a layer of Transformers' own.
+
+        Returns:
+            Whether it is the forward's first layer.
         """
-        if layer_idx < self._place or comes_once and layer_idx == self._place:
+        begins = layer_idx < self._place or comes_once and layer_idx == self._place
+        if begins:
             self._begin()
         self._place = layer_idx
+        if is_stock:
+            self._until = self.last_layer
+        return begins
 
     def _begin(self) -> None:
         thread = threading.get_ident()
@@ -101,10 +116,16 @@ class ForwardTurns:
         if self.last_layer_came and not awaits_readers:
             self.end()
 
-    def end(self) -> None:
-        """Ends the turn of a forward that is done or cannot continue; does nothing if there is none."""
+    def end(self, undone: bool = False) -> None:
+        """Ends the turn of a forward that is done or cannot continue; does nothing if there is none.
+
+        Args:
+            undone: whether the cache is as it was before the forward.
+        """
         with self._mutex:
             if self._use is _Use.FORWARD:
+                if undone:
+                    self._until = -1
                 self._pass_on()
 
     @contextmanager
@@ -141,10 +162,11 @@ class ForwardTurns:
         with self._mutex:
             mine = self._thread == thread
             step, forward = mine and self._use is _Use.STEP, mine and self._use is _Use.FORWARD
-            if not whatever_runs and (step or forward and _runs_a_module(sys._getframe())):
+            if not whatever_runs and (step or forward and module_frames(sys._getframe()) > self.outer):
                 raise forward_under_way()
             if forward:
                 # the forward is over without its last layer
+                self._leave()
                 self._grant(thread, use)
                 return False
             if mine:
@@ -172,13 +194,18 @@ class ForwardTurns:
 
     def _pass_on(self) -> None:
         """Gives the turn to the thread that has waited longest."""
-        self._place = float("inf")
+        self._leave()
         if self._waiting:
             ticket = self._waiting.popleft()
             self._grant(ticket.thread, ticket.use)
             ticket.granted.release()
         else:
             self._thread = self._use = None
+
+    def _leave(self) -> None:
+        """Notes that no forward is under way."""
+        self.halfway |= self._place < self._until
+        self._place, self._until = float("inf"), -1
 
     def _wait(self, ticket: _Ticket) -> None:
         try:
@@ -197,28 +224,28 @@ class ForwardTurns:
     def _runs(self) -> bool:
         """Returns whether the turn's thread lives and, for a forward, is within a module."""
         frame = sys._current_frames().get(self._thread)
-        return frame is not None and (self._use is not _Use.FORWARD or _runs_a_module(frame))
+        return frame is not None and (self._use is not _Use.FORWARD or module_frames(frame) > self.outer)
 
     def __deepcopy__(self, memo: dict) -> ForwardTurns:
-        return ForwardTurns()
+        return ForwardTurns(self.last_layer, self.halfway)
 
     def __reduce__(self) -> tuple:
-        return ForwardTurns, ()
+        return ForwardTurns, (self.last_layer, self.halfway)
 
 
-def _runs_a_module(frame: FrameType | None) -> bool:
-    """Returns whether a PyTorch module is among the callers of `frame`."""
+def module_frames(frame: FrameType | None) -> int:
+    """Counts the frames of PyTorch modules among `frame` and its callers."""
+    found = 0
     while frame is not None:
-        if frame.f_code.co_filename == _MODULE_CODE:
-            return True
+        found += frame.f_code.co_filename == _MODULE_CODE
         frame = frame.f_back
-    return False
+    return found
 
 
 def _start_anew() -> None:
     # the threads that had or awaited a turn do not exist in this process
     for turns in _all_turns:
-        turns.__init__()  # type: ignore[misc]
+        turns.__init__(turns.last_layer, turns.halfway or turns._place < turns._until)  # type: ignore[misc]
 
 
 if hasattr(os, "register_at_fork"):
