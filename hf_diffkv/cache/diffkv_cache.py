@@ -19,6 +19,7 @@ from ..store import check_integrity, commit, fork_store, levels, move_rows, prep
 from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
+from .inference import ordinary_tensors
 from .io import load_cache, save_cache
 from .latent import LatentLayer, check_latent_model, prepare_latents
 from .layer import DiffKVLayer
@@ -309,13 +310,15 @@ class DiffKVCache(OtherStates, Cache):
         check_model_config(model_config)
         if model is model_config:
             place = torch.device("cpu" if device is None else device)
-            return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
+            with ordinary_tensors():
+                return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
         if device is not None:
             raise ValueError(
                 f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
             )
         parallel, devices = TensorParallel.of(model), layer_devices(model)
-        return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
+        with ordinary_tensors():
+            return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
 
     @between_forwards
     def fork(self, n: int) -> list[DiffKVCache]:

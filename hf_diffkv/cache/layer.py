@@ -25,6 +25,7 @@ from ..store import (
 from .awaited import AwaitedTokens
 from .errors import HandOverError, NotCapturableError
 from .handles import new_handle
+from .inference import ordinary_tensors
 from .stores import Stores, between_forwards
 
 LAYER_TAG = "_diffkv_layer"
@@ -172,7 +173,7 @@ class DiffKVLayer(CacheLayerMixin):
             self.stores.check_read()
             self.stores.check_usable()
             key, value = _as_attended(key_states, value_states)
-            with self._in_step(key.device, self._may_fail_alone(key.shape[2])):
+            with ordinary_tensors(), self._in_step(key.device, self._may_fail_alone(key.shape[2])):
                 self._begin(key, value)
         except BaseException as error:
             self.stores.give_up(self.index, error)
@@ -250,7 +251,7 @@ class DiffKVLayer(CacheLayerMixin):
         tokens = query.shape[2]
         alone = self.stores.recording or tokens > 1 or self.seen == tokens
         try:
-            with self._in_step(query.device, alone):
+            with ordinary_tensors(), self._in_step(query.device, alone):
                 output = self._attend(query, softmax, valid, mask, shown)
         except BaseException:
             self.abandon(tokens)
@@ -273,9 +274,8 @@ class DiffKVLayer(CacheLayerMixin):
         self._hide(key, value, valid, shown)
         store, tokens = self.store, key.shape[2]
         given, query = query.dtype, query.to(key.dtype)
-        with torch.no_grad():
-            new = self._new_tokens(key, value, valid, mask)
-            output = new.attend(query, softmax, last=not self.readers)
+        new = self._new_tokens(key, value, valid, mask)
+        output = new.attend(query, softmax, last=not self.readers)
         if store.padding.length < self.seen:
             store.padding.append(tokens, valid)
         if self.readers:
@@ -384,14 +384,13 @@ class DiffKVLayer(CacheLayerMixin):
                 "configuration says, so it cannot use DiffKVCache."
             )
         try:
-            with self._in_step(query.device, self.stores.recording or key.shape[2] > 1):
+            with ordinary_tensors(), self._in_step(query.device, self.stores.recording or key.shape[2] > 1):
                 awaited.check(query, key, mask)
                 awaited.left -= 1
                 last = awaited.left == 0
                 if last:
                     self.awaited = self.stores.awaited = None
-                with torch.no_grad():
-                    return awaited.tokens.attend(query.to(self.store.dtype), softmax, last).to(query.dtype)
+                return awaited.tokens.attend(query.to(self.store.dtype), softmax, last).to(query.dtype)
         except BaseException:
             self.give_up()
             raise

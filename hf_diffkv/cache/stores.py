@@ -22,6 +22,7 @@ from ..store import KVHeads, Store, begin_forward, drop_unused_layers, settle, w
 from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .free_memory import budget_of
+from .inference import ordinary_tensors
 from .other_layers import EarlierLayers, has_states
 from .turns import ForwardTurns
 
@@ -341,7 +342,7 @@ class Stores:
     @contextmanager
     def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:
         """Takes a turn (`ForwardTurns.between`) to read or change the stores, once other threads are done."""
-        with self.turns.between(whatever_runs):
+        with self.turns.between(whatever_runs), ordinary_tensors():
             other = self.turns.last_forward not in (None, threading.get_ident())
             devices = {store.device for store in self.all if other and store.device.type == "cuda"}
             # threads may have streams of their own

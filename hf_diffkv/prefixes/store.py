@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..cache.devices import TensorParallel, layer_devices
 from ..cache.diffkv_cache import DiffKVCache
+from ..cache.inference import ordinary_tensors
 from ..cache.io import FORMAT_VERSION
 from ..cache.resolve import config_of
 from ..cache.snapshot import (
@@ -409,7 +410,7 @@ class PrefixStore:
     @contextmanager
     def _session(self) -> Iterator[None]:
         """Locks the store within the block, after noting ended requests and changes by other processes."""
-        with self._lock:
+        with self._lock, ordinary_tensors():
             self._requests.settle()
             self._tiers.refresh()
             yield
