@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch import Tensor
@@ -34,15 +34,37 @@ class Call:
         self.model, self.chooses = model, chooses
         self.cache: DiffKVCache | None = None
         self.in_chunks = False
+        # the claim on a cache, and whether the cache recorded before it
+        self._claimed: tuple[DiffKVCache, Any, bool] | None = None
         # tokens the cache had seen before the call, and before the forward prepared last
         self._at_start = self._before = 0
         self._checked = False
 
+    def claim(self, cache: DiffKVCache, run: Any) -> None:
+        """Claims a cache for the call. Raises `CacheInUseError` as `Usage.claim` does."""
+        cache.usage.claim(self.model, run)
+        self._claimed = cache, run, cache.stores.recording or getattr(run, "is_assistant", False)
+        # `generate()` may run within a module, which is then no sign of a forward
+        cache.stores.turns.outer = module_frames(sys._getframe())
+
+    def release(self, failed: bool) -> None:
+        """Releases the claimed cache, and ends a recording that only the call needed.
+
+        Args:
+            failed: whether the call ended with an error, after which the cache may not be complete.
+        """
+        if self._claimed is None:
+            return
+        cache, run, recorded = self._claimed
+        cache.stores.turns.outer = 0
+        if cache.stores.recording and not recorded:
+            with suppress(Exception) if failed else nullcontext():
+                cache.stop_recording()
+        cache.usage.release(run, is_empty=cache.get_seq_length() == 0)
+
     def use(self, cache: DiffKVCache) -> None:
         """Sets the cache of the call."""
         self.cache = cache
-        # `generate()` may run within a module, which is then no sign of a forward
-        cache.stores.turns.outer = module_frames(sys._getframe())
         self._at_start = self._before = cache.get_seq_length()
 
     def prepare(self, given: Any, input_ids: Any, arguments: Mapping[str, Any]) -> bool:
@@ -143,12 +165,13 @@ def under_way(model: Any, chooses: bool = False) -> Iterator[Call]:
     calls = _thread.__dict__.setdefault("calls", [])
     call = Call(model, chooses)
     calls.append(call)
+    failed = True
     try:
         yield call
+        failed = False
     finally:
         calls.remove(call)
-        if call.cache is not None:
-            call.cache.stores.turns.outer = 0
+        call.release(failed)
 
 
 def current_call(model: Any) -> Call | None:

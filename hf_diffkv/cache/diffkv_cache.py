@@ -93,9 +93,12 @@ class DiffKVCache(OtherStates, Cache):
         compressed = self.compressed_layers()
         self._last_layer = max(here, default=0)
         self.stores.beside_others = len(compressed) < len(self.layers)
-        # before `get_conv_state` models took states unseen
+        # before `get_conv_state` models took states unseen; layers of other kinds get nothing
         told = hasattr(Cache, "get_conv_state") or not any(map(has_states, self.layers))
-        self.stores.turns.last_layer = self._last_layer if told and self.stores.num_layers else -1
+        reached = [
+            i for i in here if isinstance(self.layers[i], (DiffKVLayer, DynamicLayer)) or has_states(self.layers[i])
+        ]
+        self.stores.turns.last_layer = max(reached, default=-1) if told and compressed else -1
         for layer_idx in compressed:
             self.layers[layer_idx].is_last = layer_idx == self._last_layer
 
@@ -425,6 +428,15 @@ class DiffKVCache(OtherStates, Cache):
         for store in self.stores.all:
             settle(store)
             store.recording = True
+
+    def stop_recording(self) -> None:
+        """Keeps all tokens, and ends what `activate_past_recording` began."""
+        self.crop(0)
+        for each in (self.stores, *self.stores.all):
+            each.recording = False
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
 
     @between_forwards
     def crop(self, tokens_to_remove: int) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 
-def ordinary_tensors() -> AbstractContextManager[None]:
-    """Returns a context without gradients whose new tensors can be changed in any later mode.
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Makes tensors without gradients within the block that can be changed in any mode later.
 
     Tensors that are made within `torch.inference_mode` could not be changed outside of it.
     """
-    return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -38,6 +38,10 @@ def reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def _without_gradients() -> AbstractContextManager[None]:
+    return ordinary_tensors() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
 def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
     """Marks fresh aliases with their layer, so that the caller's own tensors stay unmarked."""
     key, value = key.view_as(key), value.view_as(value)
@@ -173,7 +177,7 @@ class DiffKVLayer(CacheLayerMixin):
             self.stores.check_read()
             self.stores.check_usable()
             key, value = _as_attended(key_states, value_states)
-            with ordinary_tensors(), self._in_step(key.device, self._may_fail_alone(key.shape[2])):
+            with _without_gradients(), self._in_step(key.device, self._may_fail_alone(key.shape[2])):
                 self._begin(key, value)
         except BaseException as error:
             self.stores.give_up(self.index, error)
@@ -251,12 +255,13 @@ class DiffKVLayer(CacheLayerMixin):
         tokens = query.shape[2]
         alone = self.stores.recording or tokens > 1 or self.seen == tokens
         try:
-            with ordinary_tensors(), self._in_step(query.device, alone):
+            with _without_gradients(), self._in_step(query.device, alone):
                 output = self._attend(query, softmax, valid, mask, shown)
         except BaseException:
             self.abandon(tokens)
             raise
-        self.stores.earlier.end()
+        if self.stores.earlier.open:
+            self.stores.earlier.end()
         return output
 
     def abandon(self, tokens: int) -> None:
@@ -384,7 +389,7 @@ class DiffKVLayer(CacheLayerMixin):
                 "configuration says, so it cannot use DiffKVCache."
             )
         try:
-            with ordinary_tensors(), self._in_step(query.device, self.stores.recording or key.shape[2] > 1):
+            with _without_gradients(), self._in_step(query.device, self.stores.recording or key.shape[2] > 1):
                 awaited.check(query, key, mask)
                 awaited.left -= 1
                 last = awaited.left == 0

@@ -40,20 +40,24 @@ class OtherStates:
 
 
 class EarlierLayers:
-    """Layers of Transformers' own that a forward has reached before it stored tokens, as they were before it."""
+    """Layers of Transformers' own that a forward has reached before it stored tokens, as they were before it.
+
+    Attributes:
+        open: whether a forward is under way that began with such a layer and has stored no tokens yet.
+    """
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, dict[str, Any]]] = []
-        self._notes = self._lost = False
+        self.open = self._lost = False
 
     def begin(self) -> None:
         """Notes layers from now on, in a forward that begins."""
         self.end()
-        self._notes = True
+        self.open = True
 
     def note(self, layer: Any) -> None:
         """Notes a layer that is about to change. Models write into states, so these cannot be set back."""
-        if not self._notes:
+        if not self.open:
             return
         if has_states(layer):
             self._lost = True
@@ -73,7 +77,7 @@ class EarlierLayers:
     def end(self) -> None:
         """Drops what was noted, and notes nothing more in this forward."""
         self._before.clear()
-        self._notes = self._lost = False
+        self.open = self._lost = False
 
 
 def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int) -> None:

@@ -155,6 +155,15 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
         )
 
 
+def _claim(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
+    """Claims a cache for the running `generate()` call on `model`. Raises `CacheInUseError` as `Usage.claim` does."""
+    call = current_call(model)
+    if call is None:
+        cache.usage.claim(model, generation_config)
+    else:
+        call.claim(cache, generation_config)
+
+
 def _wrap_generate(original: Callable) -> Callable:
     """Makes `generate()` restore the model's attention, and raise an error if the model does not use the cache."""
 
@@ -195,8 +204,9 @@ def _wrap(original: Callable) -> Callable:
             check_model_config(self.config)
             cache.check_layers(self)
             ensure_attention(self)
-            cache.check_handover()
-            cache.usage.claim(self, generation_config)
+            _claim(self, cache, generation_config)
+            with cache.stores.between_forwards():
+                cache.check_handover()
             _check_prompt(cache, generation_config, model_kwargs)
             cache.attach(self)
         elif not wanted or cache is not None or generation_config.use_cache is False:
@@ -209,7 +219,7 @@ def _wrap(original: Callable) -> Callable:
             check_no_manager(self)
             made = DiffKVCache(self, **cache_fields(generation_config.cache_config))
             ensure_attention(self)
-            made.usage.claim(self, generation_config)
+            _claim(self, made, generation_config)
             made.attach(self)
             model_kwargs |= passing(made)
         if generation_config.output_attentions:

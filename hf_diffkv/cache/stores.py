@@ -288,8 +288,8 @@ class Stores:
 
     def reach(self, layer_idx: int) -> None:
         """Notes that a forward reaches the compressed layer `layer_idx` of the model."""
-        if self.turns.reach(layer_idx):
-            self.earlier.begin()
+        if self.turns.reach(layer_idx) and self.earlier.open:
+            self.earlier.end()
 
     def reach_other(self, layer_idx: int, layer: Any) -> None:
         """Notes that a forward reaches a layer of Transformers' own and may change it."""

@@ -51,6 +51,14 @@ class Usage:
             self._model, self._run = weakref.ref(model), weakref.ref(run)
             self._thread = threading.get_ident()
 
+    def release(self, run: Any, is_empty: bool) -> None:
+        """Notes that the call `run` has ended, though an exception may keep it alive; an empty cache has no model."""
+        with self._lock:
+            if self._run is not None and self._run() is run:
+                self._run = self._thread = None
+                if is_empty:
+                    self._model = None
+
     def check_idle(self) -> None:
         """Raises `CacheInUseError` while another thread generates with the cache."""
         with self._lock:

@@ -22,6 +22,7 @@ from hf_diffkv.cache.errors import HandOverError, NotCapturableError
 from hf_diffkv.cache.graphs import GRAPH_TYPES, wants_graphs
 from hf_diffkv.compat import passing
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.store import prompt as store_prompt
 
 pytestmark = pytest.mark.oldest
 LENGTHS = (130, 1, 77)
@@ -246,7 +247,16 @@ def test_a_reader_with_another_mask_is_noticed() -> None:
 def test_a_reader_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     run = started(model, LENGTHS, CONFIG)
-    monkeypatch.setattr("hf_diffkv.store.prompt.compress", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+    compress, calls = store_prompt.compress, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(None)
+        # the first one is of a layer that nobody shares
+        if len(calls) > 1:
+            raise MemoryError("full")
+        return compress(*arguments)
+
+    monkeypatch.setattr(store_prompt, "compress", failing)
     with pytest.raises(MemoryError, match="full"):
         run.feed(tokens(3, 5))
     monkeypatch.undo()
