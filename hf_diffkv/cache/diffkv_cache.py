@@ -15,7 +15,17 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
+from ..store import (
+    check_integrity,
+    commit_together,
+    fork_store,
+    is_recording,
+    levels,
+    move_rows,
+    prepare_rows,
+    read_tokens,
+    settle,
+)
 from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
@@ -267,6 +277,7 @@ class DiffKVCache(OtherStates, Cache):
             )
         if layer.store is None:
             raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
+        self.stores.check_usable()
         return layer
 
     def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
@@ -433,6 +444,8 @@ class DiffKVCache(OtherStates, Cache):
 
         Raises:
             ValueError: a positive number, or more tokens than can be taken back; the cache is then unchanged.
+            MemoryError: the tokens that stay do not fit into `max_bytes`. The cache is unchanged, so more of them can
+                be taken back, unless some are stored already; it then raises `HandOverError` until `reset()`.
         """
         # generate() passes a tensor in some versions
         if isinstance(tokens_to_remove, Tensor):
@@ -442,16 +455,17 @@ class DiffKVCache(OtherStates, Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
+        self.stores.check_usable()
         for layer in self.layers:
             check_croppable(layer, tokens_to_remove)
         seen = self.get_seq_length()
+        recording = list(filter(is_recording, self.stores.all))
         try:
             with self.stores.in_step():
-                for store in self.stores.all:
-                    self.stores.share_budget(store)
-                    commit(store, -tokens_to_remove)
+                commit_together(self.stores.all, -tokens_to_remove, self.stores.share_budget)
         except MemoryError:
-            self.stores.broken = True
+            # other ranks may have stored their tokens already
+            self.stores.broken = self.stores.tensor_parallel.size > 1 or not all(map(is_recording, recording))
             raise
         for layer in self.layers:
             if isinstance(layer, DiffKVLayer):
