@@ -75,6 +75,10 @@ class Precision:
         groups = "" if self.k_groups == self.v_groups == 1 else f"g{self.k_groups}/{self.v_groups}"
         return self.name + groups
 
+    def to_dict(self) -> dict[str, int]:
+        """Returns the fields, which `as_precision` reads. Transformers saves dataclasses in this form."""
+        return dataclasses.asdict(self)
+
 
 def as_precision(name: str, value: Any) -> Precision:
     """Converts any form in which users may write a precision.

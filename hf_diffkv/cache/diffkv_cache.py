@@ -15,7 +15,17 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
+from ..store import (
+    check_integrity,
+    commit_together,
+    fork_store,
+    is_recording,
+    levels,
+    move_rows,
+    prepare_rows,
+    read_tokens,
+    settle,
+)
 from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
@@ -26,6 +36,7 @@ from .layer import DiffKVLayer
 from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
 from .resolve import config_of, harm_for, moments_for, resolve_config
+from .rows import as_index, rows_held
 from .snapshot import model_fingerprint
 from .stores import Stores, between_forwards, reports
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
@@ -274,6 +285,7 @@ class DiffKVCache(OtherStates, Cache):
             )
         if layer.store is None:
             raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
+        self.stores.check_usable()
         return layer
 
     def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
@@ -379,31 +391,33 @@ class DiffKVCache(OtherStates, Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders sequences: sequence i becomes the former sequence beam_idx[i]; beam_idx: int64 [batch]."""
-        self._select(torch.as_tensor(beam_idx).long(), lambda layer: layer.reorder_cache(beam_idx))
+        self._select(as_index("beam_idx", beam_idx).long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence `repeats` times, with copies next to each other."""
         if not isinstance(repeats, Integral) or repeats < 1:
             raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
-        index = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
-        self._select(index, lambda layer: layer.batch_repeat_interleave(repeats))
+        self._select(torch.arange(self._rows()).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices` (int64, or bool [batch]) and frees the pages of the others at once."""
-        indices = torch.as_tensor(indices)
+        indices = as_index("indices", indices)
         try:
-            index = torch.arange(max(self.batch_size, 0)).to(indices.device)[indices]
+            index = torch.arange(self._rows()).to(indices.device)[indices]
         except IndexError as error:
-            raise ValueError(f"indices={indices.tolist()}: this cache holds {self.batch_size} sequences.") from error
-        self._select(index, lambda layer: layer.batch_select_indices(indices))
+            raise ValueError(f"indices={indices.tolist()}: this cache holds {self._rows()} sequences.") from error
+        self._select(index)
+
+    def _rows(self) -> int:
+        """Returns the number of sequences held; 0 if the cache is empty."""
+        return self.stores.all[0].batch_size if self.stores.all else rows_held(self.layers)
 
     @between_forwards
-    def _select(self, index: Tensor, stock: Any) -> None:
+    def _select(self, index: Tensor) -> None:
         self.check_handover()
-        if self.stores.all:
-            batch = self.stores.all[0].batch_size
-            if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch:
-                raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
+        batch = self._rows()
+        if batch and (index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch):
+            raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
         with self.stores.in_step():
             for store in self.stores.all:
                 settle(store)
@@ -413,8 +427,9 @@ class DiffKVCache(OtherStates, Cache):
         for store in self.stores.all:
             move_rows(store, index)
         for layer in self.layers:
+            # the other two methods leave linear-attention states as they are, or do not exist
             if not isinstance(layer, DiffKVLayer):
-                stock(layer)
+                layer.reorder_cache(index)
         self.held_tokens.select(index, self.get_seq_length())
 
     @between_forwards
@@ -447,6 +462,8 @@ class DiffKVCache(OtherStates, Cache):
 
         Raises:
             ValueError: a positive number, or more tokens than can be taken back; the cache is then unchanged.
+            MemoryError: the tokens that stay do not fit into `max_bytes`. The cache is unchanged, so more of them can
+                be taken back, unless some are stored already; it then raises `HandOverError` until `reset()`.
         """
         # generate() passes a tensor in some versions
         if isinstance(tokens_to_remove, Tensor):
@@ -456,16 +473,17 @@ class DiffKVCache(OtherStates, Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
+        self.stores.check_usable()
         for layer in self.layers:
             check_croppable(layer, tokens_to_remove)
         seen = self.get_seq_length()
+        recording = list(filter(is_recording, self.stores.all))
         try:
             with self.stores.in_step():
-                for store in self.stores.all:
-                    self.stores.share_budget(store)
-                    commit(store, -tokens_to_remove)
+                commit_together(self.stores.all, -tokens_to_remove, self.stores.share_budget)
         except MemoryError:
-            self.stores.broken = True
+            # other ranks may have stored their tokens already
+            self.stores.broken = self.stores.tensor_parallel.size > 1 or not all(map(is_recording, recording))
             raise
         for layer in self.layers:
             if isinstance(layer, DiffKVLayer):

@@ -21,7 +21,7 @@ from .snapshot import (
     CacheFileError,
     CacheT,
     Snapshot,
-    model_fingerprint,
+    is_fingerprint_of,
     restore_snapshot,
     take_snapshot,
     weights_fingerprint,
@@ -89,7 +89,7 @@ def load_cache(
     folder = Path(save_directory)
     snapshot = load_snapshot(folder, parallel, torch.device("cpu") if devices else other_device)
     model_config = configuration_of(model)
-    if snapshot.content["model"] != model_fingerprint(model_config):
+    if not is_fingerprint_of(snapshot.content["model"], model_config):
         raise CacheFileError(f"{folder} was saved with another model configuration; load it with the model it is of.")
     weights = snapshot.content["weights"]
     if weights is not None and model is not model_config and weights != weights_fingerprint(model):

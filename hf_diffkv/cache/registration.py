@@ -26,6 +26,7 @@ from ..compat import (
     text_length,
 )
 from ..config import DiffKVConfig
+from ..config.presets import PRESETS
 from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
 from .attention import diffkv_attention, diffkv_mask
 from .calls import current_call, under_way
@@ -33,8 +34,12 @@ from .continuous_batching import check_no_manager
 from .diffkv_cache import DiffKVCache
 from .graphs import DecodeStep, GraphRequest, wants_graphs
 from .latent import unwrap_classes
+from .resolve import resolve_config
 from .supported_models import check_model_config
 from .switching import attention_set_back, ensure_attention, runs_batches
+
+# arguments of `DiffKVCache` that choose a whole configuration
+CHOICES = {"config", "preset", "target_ratio"}
 
 _wrapped = Wrapped()
 
@@ -91,11 +96,11 @@ def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
         return
     if wanted or given is None or generation_config.cache_implementation is not None:
         return
-    known = {field.name for field in dataclasses.fields(DiffKVConfig)}
-    ours = isinstance(given, DiffKVConfig) or (isinstance(given, Mapping) and given and set(given) <= known)
-    if ours:
+    known = {field.name for field in dataclasses.fields(DiffKVConfig)} | CHOICES
+    ours = given in PRESETS if isinstance(given, str) else isinstance(given, DiffKVConfig)
+    if ours or (isinstance(given, Mapping) and given and set(given) <= known):
         warnings.warn(
-            "cache_config has fields of DiffKVConfig, which nothing reads without cache_implementation='diffkv'.",
+            "cache_config is for a DiffKVCache, and nothing reads it without cache_implementation='diffkv'.",
             stacklevel=4,
         )
 
@@ -109,8 +114,13 @@ def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> No
     if given is None or given == getattr(model.generation_config, "cache_config", None):
         return
     fields = cache_fields(given)
-    wanted = fields.get("config") or DiffKVConfig.from_dict({**cache.config.to_dict(), **fields})
-    if cache.config != wanted:
+    if CHOICES.isdisjoint(fields):
+        agrees = cache.config == DiffKVConfig.from_dict({**cache.config.to_dict(), **fields})
+    else:
+        config = fields.pop("config", None)
+        # the cache may have been made from either
+        agrees = any(cache.config == resolve_config(each, config, fields) for each in (model, model.config))
+    if not agrees:
         raise ValueError(
             f"cache_config={given!r} differs from the configuration of the cache that was given; leave cache_config "
             "out, or make a new DiffKVCache(model.config, ...) with these fields."

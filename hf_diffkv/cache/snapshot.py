@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,8 +21,15 @@ from ..store import KVHeads, Store, settle
 from .held_tokens import HeldTokens
 from .stores import Stores
 
-# configuration fields that do not change the keys and values a model computes
-VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+# configuration fields that 0.1.0 left out of a fingerprint
+FIRST_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+# those that do not change the keys and values a model computes; nor do rates of dropout
+VOLATILE = FIRST_VOLATILE | {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type", "tie_word_embeddings"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("initializer_range", "router_aux_loss_coef"),
+}
+DROPOUT = re.compile(r"dropout|pdrop$|layerdrop$")
 WEIGHT_SAMPLES = 64
 
 
@@ -196,9 +204,18 @@ def restore_snapshot(
 
 def model_fingerprint(model_config: Any) -> str:
     """Returns a digest of all configuration fields that affect keys and values."""
+    return _digest_of_fields(model_config, lambda name: name in VOLATILE or DROPOUT.search(name) is not None)
+
+
+def is_fingerprint_of(fingerprint: str, model_config: Any) -> bool:
+    """Returns whether a saved fingerprint is that of a model, in today's form or in that of 0.1.0."""
+    earlier = _digest_of_fields(model_config, FIRST_VOLATILE.__contains__)
+    return fingerprint in (model_fingerprint(model_config), earlier)
+
+
+def _digest_of_fields(model_config: Any, is_left_out: Callable[[str], bool]) -> str:
     values = model_config.get_text_config(decoder=True).to_dict()
-    for name in VOLATILE:
-        values.pop(name, None)
+    values = {name: value for name, value in values.items() if not is_left_out(name)}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -41,6 +41,8 @@ HELP = {
     "/quit": "leave, as Ctrl-D does",
 }
 
+CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins anew."
+
 
 @click.command(
     "chat",
@@ -166,6 +168,8 @@ class _ChatSession:
 
         from ..running.side_by_side import EXPECTED_ERRORS
 
+        if self.talk.is_ahead:
+            return self.complain(CUT_OFF)
         try:
             held, new = self.talk.ids.shape[1] + len(self.talk.encode(message)), self.options.max_new_tokens
             room = new if self.limit is None else min(new, self.limit - held)
@@ -187,7 +191,7 @@ class _ChatSession:
         except BrokenPipeError:
             raise
         except EXPECTED_ERRORS as error:
-            self.complain(one_line(error))
+            self.complain(one_line(error) + (f" {CUT_OFF}" if self.talk.is_ahead else ""))
 
     def memory(self) -> None:
         memory, tokens = self.talk.cache.memory(), self.talk.cache.get_seq_length()
@@ -212,6 +216,8 @@ class _ChatSession:
     def save(self, name: str) -> None:
         if not name:
             return self.complain("/save needs a folder.")
+        if self.talk.is_ahead:
+            return self.complain(CUT_OFF)
         folder = Path(name)
         try:
             self.talk.cache.save_pretrained(folder)

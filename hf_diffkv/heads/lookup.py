@@ -17,7 +17,7 @@ from typing import Any
 
 from . import hub
 from .mark import SAME
-from .recognition import identity_of, loaded_from, marks_in, nearest
+from .recognition import Identity, identity_of, loaded_from, marks_in, nearest
 from .sensitivity import Sensitivity
 
 # names the folder of measurements; without it `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv is used
@@ -58,7 +58,7 @@ def measured_of(model: Any) -> Sensitivity | None:
     Args:
         model: loaded model, or model on the meta device whose weight files are on this machine.
     """
-    found = _lookup(model, TABLE)
+    found = _lookup(model, identity_of(model), TABLE)
     return None if found is None else Sensitivity.load(found)
 
 
@@ -103,12 +103,13 @@ def queries_of(model: Any) -> Path | None:
         fetched = None if Path(name).is_dir() else hub.queries(name, config.parent.name)
         if fetched is not None:
             return fetched
-    own = _by_digest(model, MOMENTS)
+    identity = identity_of(model)
+    own = _by_digest(identity, MOMENTS)
     if own is not None:
         return own
-    table = _lookup(model, TABLE)
+    table = _lookup(model, identity, TABLE)
     same = None if table is None else table.with_suffix(MOMENTS)
-    return same if same is not None and same.is_file() else _lookup(model, MOMENTS)
+    return same if same is not None and same.is_file() else _lookup(model, identity, MOMENTS)
 
 
 def queries_path(digest: str) -> Path:
@@ -153,13 +154,12 @@ def _tell_of_relative(model: Any, path: Path) -> None:
         )
 
 
-def _lookup(model: Any, suffix: str) -> Path | None:
-    """Returns the file of measurements of a model or its nearest relative, or None."""
-    found = _by_digest(model, suffix)
-    mark = identity_of(model).mark
-    if found is not None or mark is None:
+def _lookup(model: Any, identity: Identity, suffix: str) -> Path | None:
+    """Returns the file of measurements of a model with this identity or its nearest relative, or None."""
+    found = _by_digest(identity, suffix)
+    if found is not None or identity.mark is None:
         return found
-    best = nearest(mark, [*marks_in(user_folder(), suffix), *marks_in(SHIPPED, suffix)])
+    best = nearest(identity.mark, [*marks_in(user_folder(), suffix), *marks_in(SHIPPED, suffix)])
     if best is None:
         return None
     path, distance = best
@@ -168,9 +168,9 @@ def _lookup(model: Any, suffix: str) -> Path | None:
     return path
 
 
-def _by_digest(model: Any, suffix: str) -> Path | None:
+def _by_digest(identity: Identity, suffix: str) -> Path | None:
     """Returns the file of measurements of exactly these weights, or None."""
-    digest = identity_of(model).digest
+    digest = identity.digest
     if digest is None:
         return None
     shipped = _shipped().get(digest)

@@ -35,11 +35,12 @@ class Identity:
 
 
 _UNKNOWN = Identity(None, None)
-_identities: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
+# with the state of the parameters that it is of
+_identities: weakref.WeakKeyDictionary[Any, tuple[list[Any], Identity]] = weakref.WeakKeyDictionary()
 
 
 def identity_of(model: Any) -> Identity:
-    """Returns the identity of a model, which is computed once.
+    """Returns the identity of a model, which is computed again once its parameters have changed.
 
     Args:
         model: loaded model. If its weights are offloaded or on the meta device, its safetensors files on this machine
@@ -47,10 +48,35 @@ def identity_of(model: Any) -> Identity:
     """
     if not hasattr(model, "named_parameters") or not hasattr(getattr(model, "config", None), "get_text_config"):
         return _UNKNOWN
-    if model not in _identities:
+    states = _states_of(model)
+    known, identity = _identities.get(model, (None, _UNKNOWN))
+    if known != states:
         sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
-        _identities[model] = _UNKNOWN if sharded else Identity(_digest(model), mark_of(model))
-    return _identities[model]
+        identity = _UNKNOWN if sharded else Identity(_digest(model), mark_of(model))
+        _identities[model] = states, identity
+    return identity
+
+
+def _states_of(model: Any) -> list[Any]:
+    """Returns values that change when a parameter is written to or gets other memory; reads no elements."""
+    states: list[Any] = []
+    # `parameters()` takes ten times as long, and every new cache waits for this
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        modules.extend(child for child in module._modules.values() if child is not None)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                states.append(_state_of(parameter))
+    return states
+
+
+def _state_of(parameter: Any) -> Any:
+    try:
+        return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+    except RuntimeError:
+        # tensors that consist of others have no memory of their own
+        return id(parameter)
 
 
 def mark_of(model: Any) -> Mark | None:

@@ -84,19 +84,27 @@ class Talk:
     def answer(self, text: str, **options: Any) -> list[int]:
         """Returns the token ids that the model generates after the turn `text`.
 
+        After an error the conversation is unchanged. It cannot go on if the cache `is_ahead` of it.
+
         Args:
             text: text or message of the user.
             options: options of `generate()`.
 
         Raises:
-            ValueError: raised by `chat_turns`; the conversation is then unchanged.
+            ValueError: raised by `chat_turns`, or by `generate()`.
+            MemoryError: the turn or its answer does not fit.
         """
         added = torch.tensor([self.encode(text)], dtype=torch.int64, device=self.ids.device)
-        self.first = text if self.first is None else self.first
         ids = torch.cat([self.ids, added], dim=1)
         written = self.model.generate(ids, attention_mask=torch.ones_like(ids), **passing(self.cache), **options)
+        self.first = text if self.first is None else self.first
         self.ids = written
         return written[0, ids.shape[1] :].tolist()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the cache holds tokens of an answer that an error cut off, so that only `reset` helps."""
+        return self.cache.get_seq_length() > max(0, self.ids.shape[1] - 1)
 
     def reset(self) -> None:
         """Forgets the conversation and empties the cache."""

@@ -9,7 +9,7 @@ from .kv_heads import KVHeads
 from .prompt import PromptAttention
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
-from .rollback import RecordedAttention, commit
+from .rollback import RecordedAttention, commit_together, is_recording
 from .state import Store
 from .step import begin_forward, withdraw
 from .transform import check_finite
@@ -26,10 +26,11 @@ __all__ = [
     "begin_forward",
     "check_finite",
     "check_integrity",
-    "commit",
+    "commit_together",
     "drop_unused_layers",
     "fork_store",
     "hide_tokens",
+    "is_recording",
     "levels",
     "move_rows",
     "payload",

@@ -7,6 +7,7 @@ crops counts as one step of the algorithm.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from .lowering import give_way
 from .prompt import PromptAttention, StoredPast, attend_from_newest
 from .recorded import Read, Recorded
 from .state import Store
-from .step import prepare_step
+from .step import prepare_step, withdraw
 from .transform import NewPrompt, check_finite
 
 # tokens that can be cropped; the earlier tokens of a longer forward are stored at once
@@ -90,37 +91,84 @@ def _keep(store: Store, layer: int, together: Recorded) -> None:
     store.recorded[layer] = together.detached()
 
 
-# attention sinks are parameters of the model
-@torch.no_grad()
-def commit(store: Store, rejected: int) -> None:
-    """Stores the recorded tokens except for the last `rejected` ones, in every layer.
+def is_recording(store: Store) -> bool:
+    """Returns whether the store holds tokens that may still be cropped."""
+    return any(recorded is not None for recorded in store.recorded)
+
+
+def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callable[[Store], None]) -> None:
+    """Stores the recorded tokens except for the last `rejected` ones, in every layer of all stores.
+
+    Args:
+        share_budget: function that is called with a store before it may grow.
 
     Raises:
         ValueError: more tokens are rejected than are recorded; nothing has changed.
+        MemoryError: the tokens do not fit; nothing has changed in stores that still record tokens (`is_recording`).
     """
-    held = [recorded.tokens for recorded in store.recorded if recorded is not None]
-    possible = min(held, default=0)
+    for store in stores:
+        _check_rejected(store, rejected)
+    ready: list[Store] = []
+    try:
+        for store in stores:
+            share_budget(store)
+            _prepare(store, rejected)
+            ready.append(store)
+        for store in stores:
+            share_budget(store)
+            _commit(store, rejected)
+    except MemoryError:
+        for store in filter(is_recording, ready):
+            withdraw(store, 0)
+        raise
+
+
+def _check_rejected(store: Store, rejected: int) -> None:
+    possible = min((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
     if rejected > possible:
         raise ValueError(
             f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "
             "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
             "copy.deepcopy of the cache."
         )
+
+
+def _prepare(store: Store, rejected: int) -> None:
+    """Makes room for the tokens that stay, if they are a generation step. Raises as `begin_forward` does."""
     make_private(store)
     store.forward = None
     store.lowering.begin()
+    if _generates(store, rejected):
+        prepare_step(store)
+
+
+def _generates(store: Store, rejected: int) -> bool:
+    """Returns whether the tokens that stay are a generation step of the algorithm: one token after earlier ones."""
+    held = max((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
+    return held - rejected == 1 and store.seen - rejected > 1
+
+
+# attention sinks are parameters of the model
+@torch.no_grad()
+def _commit(store: Store, rejected: int) -> None:
+    """Stores the tokens that stay. Raises `MemoryError` without a change if those of the first layer do not fit."""
+    generation_step = _generates(store, rejected)
     store.seen -= rejected
     store.padding.length -= rejected
-    kept = max(held, default=0) - rejected
-    # one token after earlier ones is a generation step of the algorithm
-    generation_step = kept == 1 and store.seen > 1
-    if generation_step:
-        prepare_step(store)
     # no longer counted, so that their budget is there for their pages
     held_by_layer, store.recorded = store.recorded, [None] * store.num_layers
-    for layer, recorded in enumerate(held_by_layer):
-        if recorded is not None and recorded.tokens > rejected:
-            _store(store, layer, recorded.part(0, recorded.tokens - rejected), generation_step)
+    stored = False
+    try:
+        for layer, recorded in enumerate(held_by_layer):
+            if recorded is not None and recorded.tokens > rejected:
+                _store(store, layer, recorded.part(0, recorded.tokens - rejected), generation_step)
+                stored = True
+    except MemoryError:
+        if not stored:
+            store.seen += rejected
+            store.padding.length += rejected
+            store.recorded = held_by_layer
+        raise
 
 
 def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) -> None:

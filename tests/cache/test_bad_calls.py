@@ -52,6 +52,18 @@ def test_options_that_agree_with_a_given_cache() -> None:
     assert torch.equal(generate(model, **passing(DiffKVCache(model.config, **FIELDS))), expected)
 
 
+@pytest.mark.parametrize("made_from", ["model", "configuration"])
+@pytest.mark.parametrize("same", ["small", {"preset": "small"}, {"config": "small"}, {"target_ratio": 0.3}], ids=str)
+def test_a_choice_that_agrees_with_a_given_cache(same: Any, made_from: str) -> None:
+    model = tiny_model("llama")
+    source = model if made_from == "model" else model.config
+    cache = DiffKVCache(source, same) if isinstance(same, str) else DiffKVCache(source, **same)
+    generate(model, cache_config=same, **passing(cache))
+    for other in ("quality", {"preset": "quality"}, {"config": cache.config, "window": 5}):
+        with raises(ValueError, "cache_config", "leave cache_config out"):
+            generate(model, cache_config=other, **passing(cache))
+
+
 @pytest.mark.parametrize("by_name", [True, False])
 def test_prompts_that_end_with_padding(by_name: bool) -> None:
     model = tiny_model("llama")
@@ -90,7 +102,9 @@ def test_what_is_no_configuration(wrong: Callable) -> None:
         DiffKVCache(wrong(tiny_model("llama")))
 
 
-@pytest.mark.parametrize("ours", [{"window": 9}, DiffKVConfig(window=9)], ids=["fields", "configuration"])
+@pytest.mark.parametrize(
+    "ours", [{"window": 9}, DiffKVConfig(window=9), "small", {"preset": "small"}, {"target_ratio": 0.3}], ids=str
+)
 def test_a_configuration_that_nothing_reads(ours: Any) -> None:
     model = tiny_model("llama")
     with pytest.warns(UserWarning, match="cache_implementation='diffkv'"):

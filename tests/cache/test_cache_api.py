@@ -123,7 +123,9 @@ ROW_CHOICES = {
     "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0, 3])), [2, 2, 0, 3]),
     "reorder to one": (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 1, 1])), [1, 1, 1, 1]),
     "repeat": (lambda cache: cache.batch_repeat_interleave(3), [i // 3 for i in range(12)]),
+    "reorder by a list": (lambda cache: cache.reorder_cache([1, 0, 3]), [1, 0, 3]),
     "select": (lambda cache: cache.batch_select_indices(torch.tensor([3, 0])), [3, 0]),
+    "select by a list": (lambda cache: cache.batch_select_indices([3, 0]), [3, 0]),
     "select by mask": (
         lambda cache: cache.batch_select_indices(torch.tensor([True, False, False, True])),
         [0, 3],
@@ -197,13 +199,21 @@ def test_dropped_rows_give_their_pages_back() -> None:
         lambda cache: cache.batch_select_indices(torch.tensor([9])),
         lambda cache: cache.batch_select_indices(torch.tensor([True])),
         lambda cache: cache.batch_repeat_interleave(0),
+        lambda cache: cache.batch_select_indices(torch.tensor(1)),
+        lambda cache: cache.batch_select_indices(1),
+        lambda cache: cache.batch_select_indices(torch.ones(4, 2, dtype=torch.bool)),
+        lambda cache: cache.batch_select_indices([0.5, 1.0]),
+        lambda cache: cache.reorder_cache(torch.tensor(1)),
+        lambda cache: cache.reorder_cache([[0, 1]]),
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_rows_that_do_not_exist(choose: Callable, name: str) -> None:
     talk = started(model_of(name), LENGTHS, CONFIG)
     twin = started(model_of(name), LENGTHS, CONFIG)
-    with pytest.raises(ValueError, match="repeats=0 must|must be in|holds 4 sequences"):
+    with pytest.raises(
+        ValueError, match="repeats=0 must|must be in|holds 4 sequences|(indices|beam_idx) is .* one dimension"
+    ):
         choose(talk.cache)
     assert_close_contents(talk.cache, twin.cache)
     assert torch.equal(talk.steps(tokens(4, 3)), twin.steps(tokens(4, 3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cache.errors import HandOverError
+from hf_diffkv.store import rollback
 
 LENGTHS = (90, 33, 1, 64)
 
@@ -168,6 +171,57 @@ def test_what_cannot_be_taken_back_raises_and_changes_nothing(name: str) -> None
     with pytest.raises(ValueError, match="only the last 0"):
         run.cache.crop(-1)
     assert torch.equal(run.feed(tokens(4, 3, 3)), twin.feed(tokens(4, 3, 3)))
+
+
+def test_a_crop_that_does_not_fit_changes_nothing() -> None:
+    model = model_of()
+    run = Run(model, DiffKVCache(model.config, max_bytes=150_000), 2)
+    run.feed(tokens(2, 272))
+    run.cache.activate_past_recording()
+    run.feed(tokens(2, 3))
+    twin = run.on(copy.deepcopy(run.cache))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="is full"):
+            run.cache.crop(-2)
+        run.cache.check_integrity()
+        assert run.cache.get_seq_length() == 275
+        assert_equal_contents(run.cache, twin.cache)
+    for each in (run, twin):
+        each.crop(3)
+    assert_equal_contents(run.cache, twin.cache)
+    assert run.cache.get_seq_length() == 272
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_crop_that_fails_in_a_layer(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = started(model_of(), LENGTHS)
+    run.cache.activate_past_recording()
+    run.feed(tokens(4, 5))
+    twin = run.on(copy.deepcopy(run.cache))
+    store, original = run.cache.stores.all[0], rollback._store
+
+    def failing(own: Any, at: int, *args: Any) -> None:
+        if own is store and at == layer:
+            raise MemoryError
+        original(own, at, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rollback, "_store", failing)
+        with pytest.raises(MemoryError):
+            run.cache.crop(-2)
+    if layer == 0:
+        for each in (run, twin):
+            each.crop(2)
+        assert_equal_contents(run.cache, twin.cache)
+        return
+    cache = run.cache
+    for use in (lambda: cache.crop(-1), lambda: cache.levels(0), lambda: cache.dequantize(0)):
+        with pytest.raises(HandOverError, match="stopped halfway"):
+            use()
+    assert cache.memory().bytes > 0
+    cache.check_integrity()
+    cache.reset()
+    assert_equal_contents(started(run.model, LENGTHS, cache=cache).cache, started(run.model, LENGTHS).cache)
 
 
 def test_recorded_tokens_count_and_show_as_window() -> None:

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation.utils import GenerationMixin
 
 import hf_diffkv
-from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.compat import passing
 
 LENGTHS = (100, 31)
@@ -151,6 +151,15 @@ def test_generation_config_saved_and_reloaded(tmp_path: Path) -> None:
     assert result.past_key_values.config == DiffKVConfig(**FIELDS)
     assert torch.equal(torch.stack(result.logits), torch.stack(expected.logits))
     assert loaded.cache_implementation == "diffkv"
+
+
+@pytest.mark.oldest
+def test_precisions_of_a_saved_generation_config(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    fields = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2)}
+    GenerationConfig(cache_implementation="diffkv", cache_config=fields, pad_token_id=PAD).save_pretrained(tmp_path)
+    result = generate(model, generation_config=GenerationConfig.from_pretrained(tmp_path))
+    assert result.past_key_values.config == DiffKVConfig.for_model(model, **fields)
 
 
 def test_a_model_saved_with_its_generation_config(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ from tiny_models import ragged_prompts
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, CacheFileError
+from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, CacheFileError, _checksum
 from hf_diffkv.compat import passing
 
 LENGTHS = (90, 33, 1, 64)
@@ -132,6 +133,36 @@ def test_other_models_are_refused(model: PreTrainedModel, saved: Path) -> None:
         other.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
     with pytest.raises(CacheFileError, match="weights"):
         DiffKVCache.from_pretrained(saved, other)
+
+
+HARMLESS = {
+    **{"pad_token_id": 5, "eos_token_id": [1, 2], "bos_token_id": 7, "id2label": {0: "good", 1: "bad", 2: "so"}},
+    **{"problem_type": "regression", "output_hidden_states": True, "return_dict": False, "initializer_range": 0.5},
+    **{"attention_dropout": 0.1, "tie_word_embeddings": True},
+}
+
+
+def test_fields_that_do_not_matter(model: PreTrainedModel, saved: Path, tmp_path: Path) -> None:
+    other = model_of()
+    for name, value in HARMLESS.items():
+        assert getattr(other.config, name) != value
+        setattr(other.config, name, value)
+    loaded = DiffKVCache.from_pretrained(saved, other)
+    loaded.save_pretrained(tmp_path / "again", model)
+    assert_equal_contents(DiffKVCache.from_pretrained(tmp_path / "again", model), loaded)
+
+
+def test_the_fingerprint_of_0_1_0(model: PreTrainedModel, saved: Path) -> None:
+    values = model.config.to_dict()
+    for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"):
+        values.pop(name, None)
+    content = json.loads((saved / JSON_NAME).read_text())
+    content["model"] = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    del content["checksum"]
+    (saved / JSON_NAME).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    DiffKVCache.from_pretrained(saved, model).check_integrity()
+    with pytest.raises(CacheFileError, match="another model configuration"):
+        DiffKVCache.from_pretrained(saved, model_of(rope_theta=5e5))
 
 
 def test_another_model_is_refused_whatever_the_thresholds(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -159,6 +159,29 @@ def test_a_script_ends_at_what_cannot_be_done(
     assert printed.out == "" and printed.err.startswith(f"hf-diffkv: {said}") and printed.err.count("\n") == 1
 
 
+class TypedLines(io.StringIO):
+    """Input that counts as a terminal's."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_answer_that_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The budget is full before the answer ends."""
+    lines = [FACTS, "?ash=", f"/save {tmp_path / 'saved'}", "/reset", "/memory"]
+    monkeypatch.setattr("sys.stdin", TypedLines("".join(f"{line}\n" for line in lines)))
+    options = ["--plain", "--max-new-tokens", "400", "--max-bytes", "450KB", "--quiet"]
+    assert main(["chat", "--model", "tiny-lm", "--preset", "balanced", *options]) == 0
+    printed = capsys.readouterr()
+    said = " ".join(printed.err.split())
+    assert said.count("450000 is full: with all tokens at") == 1
+    assert said.count("cannot go on; /reset begins anew.") == 3
+    assert not (tmp_path / "saved").exists()
+    assert "Everything is forgotten.\n> The cache is empty." in printed.out
+
+
 # inspect
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import FAMILIES, KEPT_CLASSES, LONGER, ORIGINAL_LENGTH, Family
+from families import BOTH, FAMILIES, KEPT_CLASSES, LINEAR, LONGER, ORIGINAL_LENGTH, Family
 from packaging.version import Version
+from runs import Run, tokens
 from tiny_models import greedy as greedy_output
 from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
@@ -34,6 +35,8 @@ OF_LATENTS = replace(COMPRESSED, high="K8V4", low="K8V2")
 pytestmark = pytest.mark.oldest
 RUNS = [name for name, family in FAMILIES.items() if not family.refused]
 REFUSED = [name for name, family in FAMILIES.items() if family.refused]
+# the states of recurrent_gemma are in the model
+WITH_STATES = [name for name in RUNS if {LINEAR, BOTH} & set(FAMILIES[name].kept) and name != "recurrent_gemma"]
 
 
 def build(name: str) -> PreTrainedModel:
@@ -108,6 +111,31 @@ def complete_levels(cache: DiffKVCache, layer_idx: int) -> Tensor:
     levels = torch.where(positions >= seen - WINDOW, 3, 2).expand(len(LENGTHS), seen)
     levels = torch.where(padding, -1, levels).to(torch.int8)
     return levels[:, None].expand_as(cache.levels(layer_idx))
+
+
+CHOICES = {
+    "select": (lambda cache: cache.batch_select_indices([2, 0]), [2, 0]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "reorder": (lambda cache: cache.reorder_cache([1, 1, 0]), [1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", WITH_STATES)
+@pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
+@pytest.mark.sampled(10)
+def test_chosen_rows_of_models_with_states(name: str, choice: str) -> None:
+    model, (choose, index) = build(name), CHOICES[choice]
+    model.set_attn_implementation("diffkv")
+    first, more = tokens(3, 40), tokens(len(index), 4, seed=2)
+    talk = Run(model, DiffKVCache(model.config, LOSSLESS), 3)
+    talk.feed(first)
+    choose(talk.cache)
+    talk.ids, talk.mask = talk.ids[index], talk.mask[index]
+    expected = Run(model, DiffKVCache(model.config, LOSSLESS), len(index))
+    expected.feed(first[index])
+    torch.testing.assert_close(talk.steps(more), expected.steps(more), rtol=0, atol=1e-4)
+    talk.cache.check_integrity()
 
 
 @pytest.mark.parametrize("tokens", [90, ORIGINAL_LENGTH - 4])

@@ -110,6 +110,33 @@ def test_copies_get_the_table(copy: str, tmp_path: Path, caplog: pytest.LogCaptu
     assert not [record for record in caplog.records if record.name == lookup.HINTS]
 
 
+@pytest.mark.parametrize("assign", [False, True], ids=["in place", "other tensors"])
+def test_weights_that_come_after_the_first_cache(assign: bool) -> None:
+    model = trained()
+    table, small = kept(model), DiffKVCache(model, "small").config
+    late = AutoModelForCausalLM.from_config(model.config)
+    assert DiffKVCache(late, "small").config != small
+    late.load_state_dict(model.state_dict(), assign=assign)
+    assert lookup.measured_of(late) == table and DiffKVCache(late, "small").config == small
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference tensors"])
+def test_weights_that_are_replaced_are_no_longer_known(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        model = trained()
+    kept(model)
+    assert lookup.measured_of(model) is not None and identity_of(model) is identity_of(model)
+    with torch.inference_mode(inference):
+        for weight in model.parameters():
+            weight.data = torch.randn_like(weight)
+    assert lookup.measured_of(model) is None
+    if not inference:
+        kept(changed(model, torch.randn_like))
+        assert lookup.measured_of(model) is not None
+        changed(model, torch.randn_like)
+        assert lookup.measured_of(model) is None
+
+
 def test_a_gguf_files_gemma_is_rounded() -> None:
     """Such a file has one added to the weights; a reader takes it off again."""
     model = trained("gemma3_text")

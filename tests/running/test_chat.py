@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from greedy_jobs import greedy_job
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from hf_diffkv import DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.running.models import TINY_LM
 from hf_diffkv.running.side_by_side import DIFFKV, DYNAMIC, execute
-from hf_diffkv.running.talk import chat_turns
+from hf_diffkv.running.talk import Talk, chat_turns
 
 WITH_ROLES = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>\n{% endfor %}"
@@ -79,3 +82,34 @@ def test_a_talk_is_what_the_template_makes_of_it(
     assert run.seen_tokens == len(PROMPT + run.text) - 1
     printed = capsys.readouterr().out
     assert printed.index(answers[0]) < printed.index("\n> ?ash=\n") < printed.index(answers[1])
+
+
+def test_a_first_message_that_failed_is_said_again(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = WITH_ROLES
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    talk = Talk(model, tokenizer, DiffKVCache(model), chat=True, system="be brief")
+    begin = talk.encode("hello")
+    with pytest.raises(ValueError, match="unknown_option"):
+        talk.answer("hello", max_new_tokens=2, unknown_option=1)
+    assert talk.encode("hello") == begin and not talk.is_ahead
+    talk.answer("hello", max_new_tokens=2, do_sample=False)
+    assert talk.ids[0, : len(begin)].tolist() == begin and not talk.is_ahead
+
+
+def test_an_answer_that_does_not_fit(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    talk = Talk(model, tokenizer, DiffKVCache(model))
+    first = talk.answer(PROMPT, max_new_tokens=4, do_sample=False)
+
+    def full(ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        if talk.cache.get_seq_length() > before + 6:
+            raise MemoryError("max_bytes is full.")
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    before = talk.cache.get_seq_length()
+    with pytest.raises(MemoryError):
+        talk.answer("?ash=", max_new_tokens=8, do_sample=False, stopping_criteria=[full])
+    assert talk.is_ahead
+    talk.reset()
+    assert not talk.is_ahead
+    assert talk.answer(PROMPT, max_new_tokens=4, do_sample=False) == first
