@@ -32,10 +32,12 @@ from .tier_math import (
     padded,
     page_offset,
     query_sums,
+    scaled_weights,
     tier_products,
     tier_words,
     tile_pieces,
     value_quarters,
+    weight_gain,
     zero_groups,
 )
 
@@ -83,11 +85,18 @@ def add_latents(acc, quarters, weights, decay, FIRST: tl.constexpr, COUNT: tl.co
 
 
 @triton.jit
+def times(acc, FACTOR: tl.constexpr):
+    """Returns the output's quarters times a number."""
+    return (acc[0] * FACTOR, acc[1] * FACTOR, acc[2] * FACTOR, acc[3] * FACTOR)
+
+
+@triton.jit
 def attend_tier(state, query_row, heads, pages, table, first, last, count, logit_scale, cap,
                 DIRECTION: tl.constexpr, TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
                 ELEMENT: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     """Attends to blocks [first, last) of a tier of `count` tokens; arguments as in `kernels.py`."""
     old_peak, total, acc = state
+    acc = times(acc, weight_gain(TIER))
     peak = old_peak
     GROUPS: tl.constexpr = zero_groups(TIER)
     NUMBERS: tl.constexpr = RAW if TIER.v_bits == 16 else OPERAND
@@ -140,11 +149,12 @@ def attend_tier(state, query_row, heads, pages, table, first, last, count, logit
             for group in tl.static_range(GROUPS):
                 scale, zero = metadata[group]
                 zeros_out = zeros_out + (zeros[group] * decay[None, :] + weights * zero[:, None],)
-                scaled = (weights * scale[:, None]).to(OPERAND)
+                scaled = scaled_weights(weights, scale, TIER, OPERAND)
                 out = out + add_latents(acc, quarters, scaled, decay, group * (4 // GROUPS), 4 // GROUPS)
             acc = out
             zeros = zeros_out
         page = next_page
+    acc = times(acc, 1.0 / weight_gain(TIER))
     return peak, join_totals(old_peak, total, peak, weight_sums), add_zeros(acc, zeros, TIER)
 
 

@@ -136,7 +136,7 @@ def _fits_twelve_warps(layout: PageLayout, group: int) -> bool:
     high = layout.high
     if layout.one_tier:
         return len(fields(high.v_bits)) == 1 and (group > 1 or len(fields(high.k_bits)) == 1)
-    return high.key_dim > 64 and high.k_bits <= 4
+    return high.key_dim > 64 and high.k_bits == 4
 
 
 @dataclass(frozen=True)

@@ -312,9 +312,20 @@ def swap_rows(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 
 @triton.constexpr_function
+def weight_gain(tier):
+    """Returns the factor of weights that are multiplied with value codes, a power of two; 1 for other values.
+
+    It lifts small products of weight and scale into fp16's range. Large ones still fit: a weight is at most 1, and a
+    scale at most 2 * 65504 / levels.
+    """
+    return 2.0 ** (tier.v_bits - 2) if planar_values(tier) else 1.0
+
+
+@triton.constexpr_function
 def value_unit(tier, part, mode):
-    """Returns the number by which a value code of 1 in a quarter is represented in products."""
-    return code_unit(tier.v_bits, part * pieces(tier.v_bits) // 4, mode) if run_length(tier, mode) > 1 else 1.0
+    """Returns the number by which products of weights and values are multiplied in a quarter."""
+    unit = code_unit(tier.v_bits, part * pieces(tier.v_bits) // 4, mode) if run_length(tier, mode) > 1 else 1.0
+    return unit * weight_gain(tier)
 
 
 @triton.jit
@@ -367,6 +378,22 @@ def add_zeros(acc, zeros, TIER: tl.constexpr):
 
 
 @triton.jit
+def scaled_weights(weights, scale, TIER: tl.constexpr, OPERAND: tl.constexpr):
+    """Returns weights [tokens, HEADS] times scale [tokens] and `weight_gain`, as OPERAND.
+
+    A token that fp16 rounds to zero would lose its codes but keep its zero point, and thousands of such tokens add up.
+    Offsets below half of fp16's smallest number round some of neighbouring tokens up and others down, which preserves
+    their sum. Weights of 0 stay 0.
+    """
+    scaled = weights * (scale * weight_gain(TIER))[:, None]
+    if OPERAND == tl.float16:
+        # a thread of a matrix product has every eighth token, so its offset takes one register
+        place = tl.arange(0, weights.shape[0]) * 5 % 8
+        scaled += ((place.to(tl.float32) - 3.5) * 2.0**-27)[:, None]
+    return scaled.to(OPERAND)
+
+
+@triton.jit
 def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.constexpr, ELEMENT: tl.constexpr,
                     OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     """Returns acc * decay + values^T weights over the tokens in `slot` of the pages at `base`, and the new `zeros`.
@@ -391,7 +418,7 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
         for group in tl.static_range(GROUPS):
             scale, zero = metadata_of(words[group], TIER.value_metadata, TIER.v_bits)
             zeros_out = zeros_out + (zeros[group] * decay[None, :] + weights * zero[:, None],)
-            scaled = (weights * scale[:, None]).to(OPERAND)
+            scaled = scaled_weights(weights, scale, TIER, OPERAND)
             for part in tl.static_range(group * SHARED, group * SHARED + SHARED):
                 before = acc[part] * decay[None, :]
                 values = tl.trans(quarters[part])
