@@ -12,7 +12,7 @@ from hf_diffkv.extras import install
 
 USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
 
-  cache=METHOD   diffkv (default), diffkv:K8V4, diffkv:3/0.02, snapkv:budget=0.3, quanto:4, dense and so on, as
+  cache=METHOD   diffkv (default), diffkv:K8V4, diffkv:3/0.02, fp8, quanto:4, dense and so on, as
                  `hf-diffkv evaluate --list` has them
   FIELD=VALUE    a field of DiffKVConfig, with cache=diffkv: alpha_high=3, window=128, rotate=True and so on
 
