@@ -17,7 +17,7 @@ from hf_diffkv.store import (
     RecordedAttention,
     StepAttention,
     begin_forward,
-    commit,
+    commit_together,
     read_tokens,
     settle,
 )
@@ -71,7 +71,7 @@ class SharedPair(Pair):
         """A forward while the store records, of which the last `rejected` tokens are taken back."""
         new = self.draw_all(tokens)
         self.attend(new, new.queries)
-        commit(self.store, rejected)
+        commit_together([self.store], rejected, lambda store: None)
         if rejected < tokens:
             kept = new.part(0, tokens - rejected)
             self.simulate(kept, kept.queries, outputs=False)
@@ -130,7 +130,7 @@ def test_tokens_taken_back(newest: int) -> None:
             part = drawn.part(start, start + tokens)
             pair.attend(part, part.newest(newest, tokens))
             start += tokens
-        commit(pair.store, rejected)
+        commit_together([pair.store], rejected, lambda store: None)
         kept = drawn.part(0, start - rejected)
         # readers' queries count from their last gap on
         there = 0
@@ -149,7 +149,7 @@ def test_many_recorded_tokens_are_stored_before_the_crop() -> None:
     pair.attend(new, new.queries)
     surplus, rest = new.part(0, 274), new.part(274, 523)
     pair.simulate(surplus, surplus.queries, outputs=False)
-    commit(pair.store, 7)
+    commit_together([pair.store], 7, lambda store: None)
     pair.simulate(rest, rest.queries, outputs=False)
     pair.compare()
 

@@ -13,7 +13,7 @@ from .parts import response_events_to_chunks
 # what decoders put where bytes are no character
 NO_CHARACTER = "\ufffd"
 # tokens of which a stream decodes the shortest part that is text
-CONTINUED = (1, 4, 16)
+SEED_TOKENS = (1, 4, 16)
 
 _logger = logging.getLogger("hf_diffkv")
 
@@ -118,7 +118,7 @@ class Transcript:
 
     def _new_stream(self, before: Sequence[int]) -> DecodeStream:
         """Returns a stream that continues the last of the tokens `before` that are whole characters."""
-        parts = (list(before[-size:]) for size in CONTINUED if len(before))
+        parts = (list(before[-size:]) for size in SEED_TOKENS if len(before))
         seed = next((part for part in parts if (text := self._decode(part)) and NO_CHARACTER not in text), [])
         return DecodeStream(seed, skip_special_tokens=self._plain)
 
