@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import policy_simulation  # noqa: F401  makes "first_tokens" known
 import pytest
 import torch
 from tiny_models import LATENT, ragged_prompts, tiny_model
