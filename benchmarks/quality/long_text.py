@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from hf_diffkv.evaluation.tasks.text import stretches, texts
 from hf_diffkv.running.models import load_config, load_model
 from hf_diffkv.store import prompt as store_prompt
 
+LENGTHS = "2048,8192,16384,31744"
 METHODS = "diffkv:lossless,diffkv:balanced+head_precisions=null,diffkv,diffkv:small"
 # least characters of a module that is used
 LONG_MODULE = 20_000
@@ -99,12 +100,13 @@ def measure(model: Any, ids: tuple[int, ...], lengths: list[int], labels: list[s
             yield {**row, **compared(session.forward(following, keep=further), dense)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(about: str, measure: Callable[..., Iterator[dict]], default_lengths: str, default_methods: str) -> None:
+    """Writes the rows of `measure` on one document to a file; `about` begins the help."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", choices=TEXTS, default="code")
-    parser.add_argument("--lengths", default="2048,8192,16384,31744")
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--lengths", default=default_lengths)
+    parser.add_argument("--methods", default=default_methods)
     parser.add_argument("--further", type=int, default=1024, help="tokens behind each length (default: %(default)s)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -117,14 +119,14 @@ def main() -> None:
     random.Random(options.seed).shuffle(pieces)
     (document,) = stretches(pieces, tokenizer, 1, lengths[-1], options.further)
     given = {name: value for name, value in vars(options).items() if name != "output"}
-    about = {**given, "environment": describe_environment(model.device)}
+    head = {**given, "environment": describe_environment(model.device)}
     rows = []
     with torch.no_grad():
         for row in measure(model, (*document.context, *document.continuation), lengths, labels, options.further):
             rows.append(row)
             print(json.dumps(row), flush=True)
-            options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            options.output.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, LENGTHS, METHODS)

@@ -62,7 +62,7 @@ def test_a_run(long_text: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "long.json"
     options = ["--model", str(TINY_LM), "--lengths", "100", "--methods", "diffkv", "--further", "8", "--text", "text"]
     monkeypatch.setattr(sys, "argv", ["long_text.py", *options, "--output", str(path)])
-    long_text.main()
+    long_text.run(long_text.__doc__, long_text.measure, long_text.LENGTHS, long_text.METHODS)
     content = json.loads(path.read_text())
     assert [row["length"] for row in content["rows"]] == [100] and content["environment"]["torch"]
     assert len(long_text.modules()) > 20
