@@ -388,7 +388,7 @@ def scaled_weights(weights, scale, TIER: tl.constexpr, OPERAND: tl.constexpr):
     scaled = weights * (scale * weight_gain(TIER))[:, None]
     if OPERAND == tl.float16:
         # a thread of a matrix product has every eighth token, so its offset takes one register
-        place = tl.arange(0, weights.shape[0]) * 5 % 8
+        place = tl.arange(0, weights.shape[0]) % 8
         scaled += ((place.to(tl.float32) - 3.5) * 2.0**-27)[:, None]
     return scaled.to(OPERAND)
 
