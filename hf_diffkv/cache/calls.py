@@ -57,10 +57,12 @@ class Call:
             return
         cache, run, recorded = self._claimed
         cache.stores.turns.outer = 0
-        if cache.stores.recording and not recorded:
-            with suppress(Exception) if failed else nullcontext():
-                cache.stop_recording()
-        cache.usage.release(run, is_empty=cache.get_seq_length() == 0)
+        try:
+            if cache.stores.recording and not recorded:
+                with suppress(Exception) if failed else nullcontext():
+                    cache.stop_recording()
+        finally:
+            cache.usage.release(run, is_empty=cache.get_seq_length() == 0)
 
     def use(self, cache: DiffKVCache) -> None:
         """Sets the cache of the call."""

@@ -15,35 +15,24 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..store import (
-    check_integrity,
-    commit_together,
-    fork_store,
-    is_recording,
-    levels,
-    move_rows,
-    prepare_rows,
-    read_tokens,
-    settle,
-)
+from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, settle
 from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
-from .inference import ordinary_tensors
 from .io import load_cache, save_cache
 from .latent import LatentLayer, check_latent_model, prepare_latents
 from .layer import DiffKVLayer
-from .other_layers import OtherStates, check_croppable, check_lengths, has_states
+from .other_layers import OtherStates, check_croppable, check_lengths, ends_forwards, has_states
 from .report import MemoryReport, in_short, memory_report
 from .resolve import config_of, harm_for, moments_for, resolve_config
-from .rows import as_index, rows_held
+from .rows import ChosenRows
 from .snapshot import model_fingerprint
 from .stores import Stores, between_forwards, reports
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
 from .usage import Usage
 
 
-class DiffKVCache(OtherStates, Cache):
+class DiffKVCache(ChosenRows, OtherStates, Cache):
     """Compressed cache with a precision for each head, or high and low levels by significance, and optional pruning.
 
     It works with models whose attention implementation is `"diffkv"`. `generate()` switches a model and sets it back;
@@ -104,12 +93,7 @@ class DiffKVCache(OtherStates, Cache):
         compressed = self.compressed_layers()
         self._last_layer = max(here, default=0)
         self.stores.beside_others = len(compressed) < len(self.layers)
-        # before `get_conv_state` models took states unseen; layers of other kinds get nothing
-        told = hasattr(Cache, "get_conv_state") or not any(map(has_states, self.layers))
-        reached = [
-            i for i in here if isinstance(self.layers[i], (DiffKVLayer, DynamicLayer)) or has_states(self.layers[i])
-        ]
-        self.stores.turns.last_layer = max(reached, default=-1) if told and compressed else -1
+        self.stores.turns.last_layer = ends_forwards(self.layers, here) if compressed else -1
         for layer_idx in compressed:
             self.layers[layer_idx].is_last = layer_idx == self._last_layer
 
@@ -325,15 +309,13 @@ class DiffKVCache(OtherStates, Cache):
         check_model_config(model_config)
         if model is model_config:
             place = torch.device("cpu" if device is None else device)
-            with ordinary_tensors():
-                return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
+            return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
         if device is not None:
             raise ValueError(
                 f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
             )
         parallel, devices = TensorParallel.of(model), layer_devices(model)
-        with ordinary_tensors():
-            return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
+        return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
 
     @between_forwards
     def fork(self, n: int) -> list[DiffKVCache]:
@@ -389,49 +371,6 @@ class DiffKVCache(OtherStates, Cache):
         self.stores.clear()
         self.held_tokens.clear()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders sequences: sequence i becomes the former sequence beam_idx[i]; beam_idx: int64 [batch]."""
-        self._select(as_index("beam_idx", beam_idx).long())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence `repeats` times, with copies next to each other."""
-        if not isinstance(repeats, Integral) or repeats < 1:
-            raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
-        self._select(torch.arange(self._rows()).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the sequences `indices` (int64, or bool [batch]) and frees the pages of the others at once."""
-        indices = as_index("indices", indices)
-        try:
-            index = torch.arange(self._rows()).to(indices.device)[indices]
-        except IndexError as error:
-            raise ValueError(f"indices={indices.tolist()}: this cache holds {self._rows()} sequences.") from error
-        self._select(index)
-
-    def _rows(self) -> int:
-        """Returns the number of sequences held; 0 if the cache is empty."""
-        return self.stores.all[0].batch_size if self.stores.all else rows_held(self.layers)
-
-    @between_forwards
-    def _select(self, index: Tensor) -> None:
-        self.check_handover()
-        batch = self._rows()
-        if batch and (index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch):
-            raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
-        with self.stores.in_step():
-            for store in self.stores.all:
-                settle(store)
-            for store in self.stores.all:
-                self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
-                prepare_rows(store, index)
-        for store in self.stores.all:
-            move_rows(store, index)
-        for layer in self.layers:
-            # the other two methods leave linear-attention states as they are, or do not exist
-            if not isinstance(layer, DiffKVLayer):
-                layer.reorder_cache(index)
-        self.held_tokens.select(index, self.get_seq_length())
-
     @between_forwards
     def activate_past_recording(self) -> None:
         """Lets `crop` take back new tokens from now on; `crop` must then follow every forward.
@@ -447,8 +386,9 @@ class DiffKVCache(OtherStates, Cache):
     def stop_recording(self) -> None:
         """Keeps all tokens, and ends what `activate_past_recording` began."""
         self.crop(0)
-        for each in (self.stores, *self.stores.all):
-            each.recording = False
+        self.stores.recording = False
+        for store in self.stores.all:
+            store.recording = False
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
@@ -473,7 +413,6 @@ class DiffKVCache(OtherStates, Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
-        self.stores.check_usable()
         for layer in self.layers:
             check_croppable(layer, tokens_to_remove)
         seen = self.get_seq_length()

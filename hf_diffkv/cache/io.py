@@ -16,6 +16,7 @@ from safetensors.torch import load, load_file, save_file
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_written, new_folder
 from .devices import TensorParallel
+from .inference import ordinary_tensors
 from .snapshot import (
     CacheContents,
     CacheFileError,
@@ -65,6 +66,7 @@ def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) ->
     json_path.write_text(json.dumps(content, indent=2) + "\n")
 
 
+@ordinary_tensors()
 def load_cache(
     make_cache: Callable[[Any, DiffKVConfig], CacheT],
     save_directory: str | os.PathLike,

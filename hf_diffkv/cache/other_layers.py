@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .errors import stopped_halfway
 
@@ -78,6 +79,20 @@ class EarlierLayers:
         """Drops what was noted, and notes nothing more in this forward."""
         self._before.clear()
         self.open = self._lost = False
+
+
+def ends_forwards(layers: Sequence[Any], here: Sequence[int]) -> int:
+    """Returns the index of the last layer that forwards reach; -1 if this release does not tell.
+
+    Args:
+        layers: layers of the cache. Transformers fills the places of layers without a cache with something else.
+        here: indices of those in this process.
+    """
+    # before `get_conv_state` models took states unseen
+    if not hasattr(Cache, "get_conv_state") and any(map(has_states, layers)):
+        return -1
+    reached = (i for i in here if isinstance(layers[i], CacheLayerMixin) or has_states(layers[i]))
+    return max(reached, default=-1)
 
 
 def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int) -> None:

@@ -1,12 +1,71 @@
-"""Sequences of a batch: their numbers as users give them, and how many of them Transformers' own layers hold."""
+"""Reorders, repeats and selects the sequences of a cache's batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..store import move_rows, prepare_rows, settle
+from .held_tokens import HeldTokens
+from .layer import DiffKVLayer
+from .stores import Stores, between_forwards
+
+
+class ChosenRows:
+    """Mixin of a cache with `stores` and `layers` that reorders, repeats and selects sequences."""
+
+    stores: Stores
+    layers: Any
+    held_tokens: HeldTokens
+    check_handover: Callable[[], None]
+    get_seq_length: Callable[..., int]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorders sequences: sequence i becomes the former sequence beam_idx[i]; beam_idx: int64 [batch]."""
+        self._select(as_index("beam_idx", beam_idx).long())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence `repeats` times, with copies next to each other."""
+        if not isinstance(repeats, Integral) or repeats < 1:
+            raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
+        self._select(torch.arange(self._rows()).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices` (int64, or bool [batch]) and frees the pages of the others at once."""
+        indices = as_index("indices", indices)
+        try:
+            index = torch.arange(self._rows()).to(indices.device)[indices]
+        except IndexError as error:
+            raise ValueError(f"indices={indices.tolist()}: this cache holds {self._rows()} sequences.") from error
+        self._select(index)
+
+    def _rows(self) -> int:
+        """Returns the number of sequences held; 0 if the cache is empty."""
+        return self.stores.all[0].batch_size if self.stores.all else rows_held(self.layers)
+
+    @between_forwards
+    def _select(self, index: Tensor) -> None:
+        self.check_handover()
+        batch = self._rows()
+        if batch and (index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch):
+            raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
+        with self.stores.in_step():
+            for store in self.stores.all:
+                settle(store)
+            for store in self.stores.all:
+                self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
+                prepare_rows(store, index)
+        for store in self.stores.all:
+            move_rows(store, index)
+        for layer in self.layers:
+            # the other two methods leave linear-attention states as they are, or do not exist
+            if not isinstance(layer, DiffKVLayer):
+                layer.reorder_cache(index)
+        self.held_tokens.select(index, self.get_seq_length())
 
 
 def as_index(name: str, given: Any) -> Tensor:
