@@ -82,6 +82,7 @@ def _add_suite(suite: str) -> None:
     @click.option("--methods", default=DEFAULT_METHODS, metavar="A,B", help="As in `hf-diffkv evaluate`.")
     @results_option
     @click.option("--share-prompts", is_flag=True, help="Read each prompt once for all methods that allow it.")
+    @click.option("--batch", type=AtLeast(), default=1, metavar="N", help="Answer N cases at once where a method can.")
     @click.option("--retry", is_flag=True, help="Run again what failed before.")
     @click.option("--threads", type=AtLeast(), metavar="N", help="Threads of PyTorch.  [default: its own choice]")
     @quiet_option
@@ -89,6 +90,7 @@ def _add_suite(suite: str) -> None:
         methods: str,
         results: Path,
         share_prompts: bool,
+        batch: int,
         retry: bool,
         threads: int | None,
         quiet: bool,
@@ -111,7 +113,7 @@ def _add_suite(suite: str) -> None:
         of_llama_cpp = [method for method in chosen if method.environment is not None]
         if here:
             model = load_model(given["model"], quiet=quiet)
-            measure(model, tokenizer, here, cases, records, share=share_prompts, **again)
+            measure(model, tokenizer, here, cases, records, share=share_prompts, batch=batch, **again)
         if of_llama_cpp:
             measure_by_llama_cpp(given["model"], tokenizer, of_llama_cpp, cases, records, threads=threads, **again)
         print(tables(_read(records, {case.task for case in cases})), end="")

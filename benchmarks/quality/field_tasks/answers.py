@@ -30,6 +30,7 @@ class Answer:
         seconds: time for reading the prompt and generating, without earlier turns.
         shared: whether the dense cache had read the prompt (`shared_prompts.py`); its time is then in `seconds` of
             every method.
+        batch: number of cases that were answered at once (`batches.py`).
     """
 
     ids: tuple[int, ...]
@@ -37,6 +38,7 @@ class Answer:
     dense_bytes: int | None
     seconds: float
     shared: bool = False
+    batch: int = 1
 
 
 class Answering:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -20,6 +21,7 @@ from hf_diffkv.evaluation.records import Record, read_records
 
 from . import suite_of
 from .answers import Answer, Answering
+from .batches import answer_together, batches_of
 from .cases import Case, answer_text
 
 SCORE = "score"
@@ -77,6 +79,7 @@ def measure(
     records: Records,
     *,
     share: bool = False,
+    batch: int = 1,
     retry: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -84,10 +87,11 @@ def measure(
 
     Args:
         model, tokenizer: loaded model and its tokenizer.
-        methods: methods to run, on each case one after the other.
-        cases: cases in the order in which they are run.
+        methods: methods to run, on each case or batch one after the other.
+        cases: cases in the order in which they are run, unless in batches.
         records: records of the model.
         share: whether prompts are read once for several methods (`shared_prompts.py`).
+        batch: number of cases that are answered at once where a method can (`batches.py`).
         retry: whether to repeat what failed before.
         quiet: whether to hide the progress bar.
     """
@@ -99,32 +103,37 @@ def measure(
     }
     environment = describe_environment(model.device)
     answering = Answering(model, share)
+    groups = [[case] for case in cases] if batch == 1 else batches_of(cases, batch)
     with tqdm(total=len(cases) * len(methods), unit="answer", disable=quiet or None, dynamic_ncols=True) as bar:
-        for case in cases:
-            for method in methods:
-                if (method.label, case.task, case.name, case.digest) not in done:
-                    bar.set_description(f"{case.task} {case.name} {method.label}")
-                    record = _measured(answering, tokenizer, method, case)
+        for group, method in itertools.product(groups, methods):
+            left = [case for case in group if (method.label, case.task, case.name, case.digest) not in done]
+            bar.update(len(group) - len(left))
+            for together in [left] if method.batches and len(left) > 1 else [[case] for case in left]:
+                bar.set_description(f"{together[0].task} {together[0].name} {method.label}")
+                for record in _measured(answering, tokenizer, method, together):
                     record.environment.update(environment)
                     record.basis.update(bases[method.label])
                     records.add(record)
                     if record.error is not None:
-                        bar.write(f"{method.label} failed on {case.task} {case.name}: {record.error}")
-                bar.update(1)
+                        bar.write(f"{method.label} failed on {record.task} {record.document}: {record.error}")
+                bar.update(len(together))
 
 
-def _measured(answering: Answering, tokenizer: Any, method: Method, case: Case) -> Record:
+def _measured(answering: Answering, tokenizer: Any, method: Method, cases: Sequence[Case]) -> list[Record]:
     started = time.perf_counter()
     try:
-        answer = answering.answer(method, case)
+        if len(cases) == 1:
+            answers = [answering.answer(method, cases[0])]
+        else:
+            answers = answer_together(answering.model, method, cases, answering.bytes_per_token)
     except EvaluationError:
         raise
     except Exception as problem:
         # any error of another library's cache is a result and must not end the run
         error = one_line(f"{type(problem).__name__}: {problem}")
-        seconds = time.perf_counter() - started
-        return Record(method.label, case.task, case.name, case.digest, error=error, seconds=seconds)
-    return record_of(method.label, tokenizer, case, answer)
+        seconds = (time.perf_counter() - started) / len(cases)
+        return [Record(method.label, case.task, case.name, case.digest, error=error, seconds=seconds) for case in cases]
+    return [record_of(method.label, tokenizer, case, answer) for case, answer in zip(cases, answers)]
 
 
 def record_of(label: str, tokenizer: Any, case: Case, answer: Answer) -> Record:
@@ -135,6 +144,7 @@ def record_of(label: str, tokenizer: Any, case: Case, answer: Answer) -> Record:
         "prompt_tokens": case.tokens,
         "generated_tokens": len(answer.ids),
         "shared_prompt": answer.shared,
+        "batch": answer.batch,
         "ended": bool(answer.ids) and answer.ids[-1] in case.ends,
         "text": text,
     }
