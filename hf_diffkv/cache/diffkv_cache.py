@@ -427,7 +427,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         for layer in self.layers:
             if isinstance(layer, DiffKVLayer):
                 layer.see(0 if layer.store is None else tokens_to_remove)
-            elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
+            # empty layers of Transformers' own cannot be cropped
+            elif seen and (tokens_to_remove < 0 or getattr(layer, "record_past", True)):
                 layer.crop(tokens_to_remove)
         self.held_tokens.crop(seen, -tokens_to_remove)
 
