@@ -406,8 +406,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
                 be taken back, unless some are stored already; it then raises `HandOverError` until `reset()`.
         """
         # generate() passes a tensor in some versions
-        if isinstance(tokens_to_remove, Tensor):
-            tokens_to_remove = int(tokens_to_remove)
+        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1:
+            tokens_to_remove = tokens_to_remove.item()
         if not isinstance(tokens_to_remove, Integral):
             raise ValueError(f"tokens_to_remove={tokens_to_remove!r} must be an integer: minus the tokens to remove.")
         if tokens_to_remove > 0:

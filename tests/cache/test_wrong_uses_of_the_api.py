@@ -119,6 +119,14 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "forks by name": (lambda to: to.cache.fork("two"), ("n='two'", "an integer")),
     "crop to a length": (lambda to: to.cache.crop(3), ("tokens_to_remove=3", "minus the tokens")),
     "crop of a text": (lambda to: to.cache.crop("all"), ("tokens_to_remove='all'", "an integer")),
+    "crop of half a token": (
+        lambda to: to.cache.crop(torch.tensor(-0.5)),
+        ("tokens_to_remove=-0.5", "an integer"),
+    ),
+    "crop of each row": (
+        lambda to: to.cache.crop(torch.tensor([-1, -2])),
+        ("tokens_to_remove=tensor([-1, -2])", "an integer"),
+    ),
     "crop of what is stored": (lambda to: to.cache.crop(-3), ("cannot remove 3", "activate_past_recording()")),
     "row that does not exist": (lambda to: to.cache.reorder_cache(ROWS), ("[0, 5]", "[0, 2)")),
     "choice of nothing": (
@@ -129,6 +137,17 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         lambda to: to.cache.batch_select_indices(torch.ones(3, dtype=torch.bool)),
         ("indices=[True, True, True]", "holds 2 sequences"),
     ),
+    "choice by nothing": (
+        lambda to: to.cache.batch_select_indices(None),
+        ("indices is a NoneType", "a list or a tensor"),
+    ),
+    "choice by name": (lambda to: to.cache.reorder_cache("last"), ("beam_idx is a str", "an integer for each")),
+    "choice by a slice": (lambda to: to.cache.batch_select_indices(slice(1)), ("indices is a slice", "a list")),
+    "order by a mask": (
+        lambda to: to.cache.reorder_cache([True, False]),
+        ("beam_idx=[True, False] is a mask", "batch_select_indices"),
+    ),
+    "repeat by a flag": (lambda to: to.cache.batch_repeat_interleave(True), ("repeats=True", "an integer")),
     "no repeats": (lambda to: to.cache.batch_repeat_interleave(0), ("repeats=0", "at least 1")),
     "half a repeat": (lambda to: to.cache.batch_repeat_interleave(1.5), ("repeats=1.5", "an integer")),
     "attached to a name": (lambda to: to.cache.attach("gpt2"), ("model is a str", "the model itself")),
