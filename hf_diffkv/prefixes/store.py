@@ -198,9 +198,9 @@ class PrefixStore:
             rank.
 
         Raises:
-            ValueError: the cache has another model or configuration, several requests, padding, more tokens than
-                `input_ids`, tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
-                or there are placeholders without `content`.
+            ValueError: the cache has another model or configuration, several requests, padding, other tokens than those
+                `input_ids` begins with, tokens that may still be taken back, or a layer of Transformers' own that
+                cannot be saved; or there are placeholders without `content`.
             HandOverError: a forward of the cache stopped halfway.
         """
         ids = as_tokens("input_ids", input_ids)
@@ -476,15 +476,14 @@ class PrefixStore:
         cache.check_handover()
         length = cache.get_seq_length()
         if length > ids.numel():
-            raise ValueError(
-                f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all that it was given."
-            )
+            raise ValueError(f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all it was given.")
         for store in cache.stores.all:
             if store.batch_size != 1 or not bool(store.padding.mask().all()):
                 raise ValueError(
                     "the cache holds several requests, padding or hidden tokens; a prefix store takes one request "
                     "without either."
                 )
+        cache.held_tokens.check(ids[None], None, length)
         return length
 
     def _compute(self, ids: Tensor, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> None:
