@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.files import as_folder
 from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, settle
 from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
@@ -301,8 +302,10 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             FileNotFoundError: no cache was saved there.
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
             UnsupportedModelError: the model is of a kind that this cache cannot work with.
-            ValueError: `model` is neither a model nor a configuration, or `device` is given together with a model.
+            ValueError: `model` is neither a model nor a configuration, `device` is given together with a model, or
+                `save_directory` is no path.
         """
+        save_directory = as_folder("save_directory", save_directory)
         model_config = configuration_of(model)
         if not hasattr(model_config, "get_text_config"):
             raise ValueError(f"model is a {type(model).__name__}; pass the model itself, or its configuration.")

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from ..cache.snapshot import (
 )
 from ..compat import passing
 from ..config import DiffKVConfig
+from ..config.files import as_folder
 from ..store import Store
 from .content import ONE_PER_TOKEN, ContentKeys
 from .hierarchy import Hierarchy, PrefixTier, Requests, warn
@@ -111,7 +111,8 @@ class PrefixStore:
         self._keys = ContentKeys(model.config)
         self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         memory = _memory_tiers(model.device, device_bytes, host_bytes)
-        self._tiers = Hierarchy(memory, None if folder is None else FolderTier(Path(folder), limit), self._fingerprint)
+        disk = None if folder is None else FolderTier(as_folder("folder", folder), limit)
+        self._tiers = Hierarchy(memory, disk, self._fingerprint)
         if folder is not None:
             self._tiers.open_folder()
         self._requests = Requests()
