@@ -18,7 +18,7 @@ from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_folder
 from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, settle
 from .devices import TensorParallel, are_apart, layer_devices, main_device
-from .errors import HandOverError
+from .errors import HandOverError, another_batch
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .latent import LatentLayer, check_latent_model, prepare_latents
@@ -117,6 +117,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Takes a layer's new key and value states, [batch, heads, tokens, head_dim] each.
 
         Raises:
+            ValueError: the cache holds another number of sequences.
             HandOverError: tokens announced by an earlier `update` never reached the `diffkv` attention function, an
                 earlier forward stopped halfway, or the model with which `generate()` filled this cache has another
                 attention implementation.
@@ -129,6 +130,9 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
         if told and layer_idx <= self._first_compressed:
             self._check_switched()
+            # layers of Transformers' own would fail halfway
+            if self.stores.all and key_states.shape[0] != self.stores.all[0].batch_size:
+                raise another_batch(self.stores.all[0].batch_size, key_states.shape[0])
         if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
             check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2])
         if isinstance(layer, DiffKVLayer) or not told:
