@@ -38,8 +38,8 @@ class DiffKVEvaluationCallback(TrainerCallback):
         every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does.
 
     Raises:
-        ValueError: there are no prompts or an empty one, a number is below 1, or the trainer has no tokenizer that can
-            pad.
+        ValueError: `trainer` is not one or has no tokenizer that can pad, there are no prompts or an empty one, or a
+            number is below 1.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class DiffKVEvaluationCallback(TrainerCallback):
         for name, number in (("max_new_tokens", max_new_tokens), ("every_steps", every_steps)):
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number} must be at least 1.")
+        if not isinstance(trainer, Trainer):
+            raise ValueError(f"trainer is a {type(trainer).__name__}; pass the Trainer that it is added to.")
         tokenizer = trainer.processing_class
         if getattr(tokenizer, "pad_token_id", None) is None:
             raise ValueError(

@@ -53,19 +53,32 @@ HARMLESS = {
 }
 
 
+@torch.library.custom_op("hf_diffkv::refuse_gradient", mutates_args=())
+def refuse_gradient(gradient: Tensor, like: Tensor) -> Tensor:
+    """Raises `RuntimeError` in place of computing a gradient, [*like.shape]; compilers trace it without running it."""
+    raise RuntimeError(
+        "attention with a DiffKVCache has no gradient; train without a cache (use_cache=False), or with "
+        "Transformers' own."
+    )
+
+
+@refuse_gradient.register_fake
+def _(gradient: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
 class _NoGradient(torch.autograd.Function):
     """Passes on the output of a cache and refuses the backward pass, as stored tokens have no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        raise RuntimeError(
-            "attention with a DiffKVCache has no gradient; train without a cache (use_cache=False), or with "
-            "Transformers' own."
-        )
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        return None, *(refuse_gradient(gradient, state) for state in (query, key, value))
 
 
 def diffkv_attention(
@@ -123,7 +136,10 @@ def diffkv_attention(
             layer.stores.pending = None
             place = (layer.stores.order, layer.handle, reads)
             query, leave = _enter(layer, module, query, value)
-            output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
+            with torch.no_grad():
+                output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
+            if torch.is_grad_enabled():
+                output = _NoGradient.apply(output, query, key, value)
             return leave(output).transpose(1, 2).contiguous(), None
         if layer.stores.capturing:
             query, leave = _enter(layer, module, query, value)

@@ -14,6 +14,7 @@ from ..compat import cache_argument, text_length
 from .diffkv_cache import DiffKVCache
 from .errors import CacheNotUsedError
 from .turns import module_frames
+from .usage import in_use
 
 _thread = threading.local()
 
@@ -41,7 +42,13 @@ class Call:
         self._checked = False
 
     def claim(self, cache: DiffKVCache, run: Any) -> None:
-        """Claims a cache for the call. Raises `CacheInUseError` as `Usage.claim` does."""
+        """Claims a cache for the call.
+
+        Raises:
+            CacheInUseError: raised by `Usage.claim`, or a call within which this one runs uses the cache.
+        """
+        if any(call.cache is cache and not call.chooses for call in _thread.calls if call is not self):
+            raise in_use()
         cache.usage.claim(self.model, run)
         self._claimed = cache, run, cache.stores.recording or getattr(run, "is_assistant", False)
         # `generate()` may run within a module, which is then no sign of a forward

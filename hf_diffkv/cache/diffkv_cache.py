@@ -15,9 +15,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.files import as_folder
 from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, settle
 from .devices import TensorParallel, are_apart, layer_devices, main_device
-from .errors import HandOverError
+from .errors import HandOverError, another_batch
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .latent import LatentLayer, check_latent_model, prepare_latents
@@ -116,6 +117,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Takes a layer's new key and value states, [batch, heads, tokens, head_dim] each.
 
         Raises:
+            ValueError: the cache holds another number of sequences.
             HandOverError: tokens announced by an earlier `update` never reached the `diffkv` attention function, an
                 earlier forward stopped halfway, or the model with which `generate()` filled this cache has another
                 attention implementation.
@@ -128,6 +130,9 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
         if told and layer_idx <= self._first_compressed:
             self._check_switched()
+            # layers of Transformers' own would fail halfway
+            if self.stores.all and key_states.shape[0] != self.stores.all[0].batch_size:
+                raise another_batch(self.stores.all[0].batch_size, key_states.shape[0])
         if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
             check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2])
         if isinstance(layer, DiffKVLayer) or not told:
@@ -301,8 +306,10 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             FileNotFoundError: no cache was saved there.
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
             UnsupportedModelError: the model is of a kind that this cache cannot work with.
-            ValueError: `model` is neither a model nor a configuration, or `device` is given together with a model.
+            ValueError: `model` is neither a model nor a configuration, `device` is given together with a model, or
+                `save_directory` is no path.
         """
+        save_directory = as_folder("save_directory", save_directory)
         model_config = configuration_of(model)
         if not hasattr(model_config, "get_text_config"):
             raise ValueError(f"model is a {type(model).__name__}; pass the model itself, or its configuration.")
@@ -406,8 +413,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
                 be taken back, unless some are stored already; it then raises `HandOverError` until `reset()`.
         """
         # generate() passes a tensor in some versions
-        if isinstance(tokens_to_remove, Tensor):
-            tokens_to_remove = int(tokens_to_remove)
+        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1:
+            tokens_to_remove = tokens_to_remove.item()
         if not isinstance(tokens_to_remove, Integral):
             raise ValueError(f"tokens_to_remove={tokens_to_remove!r} must be an integer: minus the tokens to remove.")
         if tokens_to_remove > 0:
@@ -427,7 +434,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         for layer in self.layers:
             if isinstance(layer, DiffKVLayer):
                 layer.see(0 if layer.store is None else tokens_to_remove)
-            elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
+            # empty layers of Transformers' own cannot be cropped
+            elif seen and (tokens_to_remove < 0 or getattr(layer, "record_past", True)):
                 layer.crop(tokens_to_remove)
         self.held_tokens.crop(seen, -tokens_to_remove)
 

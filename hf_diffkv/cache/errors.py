@@ -31,3 +31,11 @@ def stopped_halfway() -> HandOverError:
     return HandOverError(
         "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and start over."
     )
+
+
+def another_batch(held: int, given: int) -> ValueError:
+    """Returns the error for a forward of `given` sequences with a cache that holds `held`."""
+    return ValueError(
+        f"this cache holds {held} sequences but the model was called with {given}; use a new DiffKVCache for another "
+        "batch, or call batch_repeat_interleave or batch_select_indices first."
+    )

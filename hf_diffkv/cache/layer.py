@@ -23,7 +23,7 @@ from ..store import (
     read_tokens,
 )
 from .awaited import AwaitedTokens
-from .errors import HandOverError, NotCapturableError
+from .errors import HandOverError, NotCapturableError, another_batch
 from .handles import new_handle
 from .inference import ordinary_tensors
 from .stores import Stores, between_forwards
@@ -205,10 +205,7 @@ class DiffKVLayer(CacheLayerMixin):
         expected = (store.batch_size, store.num_heads, store.key_dim, store.value_dim)
         given = (key.shape[0], key.shape[1], key.shape[3], value.shape[3])
         if given[0] != expected[0]:
-            raise ValueError(
-                f"this cache holds {expected[0]} sequences but the model was called with {given[0]}; use a new "
-                "DiffKVCache for another batch, or call batch_repeat_interleave or batch_select_indices first."
-            )
+            raise another_batch(expected[0], given[0])
         if given != expected or key.dtype != store.dtype or key.device != store.device:
             raise ValueError(
                 f"this cache was made for (batch, heads, key_dim, value_dim)={expected}, {store.dtype} on "

@@ -26,11 +26,17 @@ class ChosenRows:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders sequences: sequence i becomes the former sequence beam_idx[i]; beam_idx: int64 [batch]."""
-        self._select(as_index("beam_idx", beam_idx).long())
+        index = as_index("beam_idx", beam_idx)
+        if index.dtype == torch.bool:
+            raise ValueError(
+                f"beam_idx={index.tolist()} is a mask; pass the number of the former sequence for each new one, or "
+                "call batch_select_indices to keep some."
+            )
+        self._select(index.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence `repeats` times, with copies next to each other."""
-        if not isinstance(repeats, Integral) or repeats < 1:
+        if isinstance(repeats, bool) or not isinstance(repeats, Integral) or repeats < 1:
             raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
         self._select(torch.arange(self._rows()).repeat_interleave(repeats))
 
@@ -76,9 +82,15 @@ def as_index(name: str, given: Any) -> Tensor:
         given: tensor or sequence of integers or booleans.
 
     Raises:
-        ValueError: `given` has another number of dimensions, or other numbers.
+        ValueError: `given` has another number of dimensions, other numbers, or none.
     """
-    index = torch.as_tensor(given)
+    try:
+        index = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is a {type(given).__name__}; pass a list or a tensor of one dimension, with an integer for each "
+            "sequence."
+        ) from error
     if index.ndim != 1 or (index.numel() > 0 and (index.is_floating_point() or index.is_complex())):
         raise ValueError(
             f"{name} is {index.dtype} of shape {tuple(index.shape)}; pass a list or a tensor of one dimension, with an "

@@ -11,6 +11,14 @@ class CacheInUseError(RuntimeError):
     """A cache was given to a second model, or to a second `generate()` call while the first still runs."""
 
 
+def in_use() -> CacheInUseError:
+    """Returns the error for a second `generate()` call with a cache while the first still runs."""
+    return CacheInUseError(
+        "another generate() call is using this cache right now; wait until it has returned. Calls at the same time "
+        "need a cache each: before the first of them, take copy.deepcopy(cache) for a common prefix."
+    )
+
+
 class Usage:
     """The model whose keys and values a cache holds, and the running `generate()` call."""
 
@@ -43,11 +51,7 @@ class Usage:
                     "model, or call cache.reset() first."
                 )
             if self._runs_elsewhere(run):
-                raise CacheInUseError(
-                    "another generate() call is using this cache right now; wait until it has returned. Calls at the "
-                    "same time need a cache each: before the first of them, take copy.deepcopy(cache) for a common "
-                    "prefix."
-                )
+                raise in_use()
             self._model, self._run = weakref.ref(model), weakref.ref(run)
             self._thread = threading.get_ident()
 

@@ -42,8 +42,10 @@ def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: i
         length: number of tokens of each prompt.
 
     Raises:
+        ValueError: `tokenizer` is not one.
         EvaluationError: the text is too short, or the length is too small for the facts.
     """
+    check_tokenizer(tokenizer)
     pieces = short_topics() if pieces is None else pieces
     remedy = "lower --length, or give a longer text where you choose it"
     found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, FOLLOWING, remedy)
@@ -52,6 +54,12 @@ def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: i
     source = Source(tokenizer, 1, length, SEED)
     recall = [recalling(get_task(name).document(source, index)) for name, count in RECALL for index in range(count)]
     return [*texts, *recall, *copies]
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises `ValueError` unless `tokenizer` can be called with a text."""
+    if not callable(tokenizer):
+        raise ValueError(f"tokenizer is a {type(tokenizer).__name__}; pass the tokenizer of the model.")
 
 
 def digest_of(documents: Sequence[Document]) -> str:

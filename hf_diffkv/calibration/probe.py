@@ -19,6 +19,7 @@ from ..evaluation.methods.dense import DenseMethod
 from ..evaluation.methods.diffkv import DiffKVMethod
 from ..evaluation.session import Session
 from ..evaluation.tasks.text import texts
+from .documents import check_tokenizer
 
 PROBED_BITS = (8, 6, 4, 2)
 # share of the tokens that are stored before the model reads the others
@@ -139,6 +140,7 @@ def _ids(model: Any, tokenizer: Any, text: str | None, tokens: int) -> list[int]
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         rng = random.Random(0)
         return [rng.randrange(vocabulary) for _ in range(tokens)]
+    check_tokenizer(tokenizer)
     ids = tokenizer(texts()[0] if text is None else text, verbose=False).input_ids[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"the text has {len(ids)} tokens, of {tokens} needed; give a longer text or lower tokens.")

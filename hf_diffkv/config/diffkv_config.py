@@ -393,7 +393,7 @@ class DiffKVConfig:
     def from_json(cls, text: str) -> DiffKVConfig:
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"text is not a JSON object of DiffKVConfig's fields: {error}.") from error
         if not isinstance(values, dict):
             raise ValueError(f"a DiffKV config must be a JSON object of its fields, not a {type(values).__name__}.")
@@ -452,7 +452,7 @@ class DiffKVConfig:
             OSError: the repository may not be read, or the Hub cannot be reached.
             ValueError: the file is not a configuration.
         """
-        repo = os.fspath(name)
+        repo = str(config_files.as_folder("name", name))
         preset = None if "/" in repo or os.path.isdir(repo) else close_preset(repo)
         if preset is not None:
             raise FileNotFoundError(

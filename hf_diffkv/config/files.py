@@ -68,11 +68,16 @@ def _changes_nothing(name: str, value: Any) -> bool:
     return name in REMOVED_FIELDS and value == REMOVED_FIELDS[name][0]
 
 
+def as_folder(name: str, given: Any) -> Path:
+    """Returns `given` as a path. Raises `ValueError`, which contains `name`, unless it is one."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise ValueError(f"{name}={given!r} must be the path of a folder.")
+    return Path(given)
+
+
 def new_folder(save_directory: str | os.PathLike) -> Path:
     """Returns a folder to save into, which is made if missing. Raises `ValueError` if it cannot be a folder."""
-    if not isinstance(save_directory, (str, os.PathLike)):
-        raise ValueError(f"save_directory={save_directory!r} must be the path of a folder.")
-    folder = Path(save_directory)
+    folder = as_folder("save_directory", save_directory)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"save_directory={str(folder)!r} is a file; name a folder, it is made if missing.")
     folder.mkdir(parents=True, exist_ok=True)

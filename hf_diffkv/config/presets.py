@@ -96,7 +96,7 @@ def head_size(model_config: Any) -> tuple[int, int]:
 
 def preset_named(name: str) -> dict[str, Any]:
     """Returns the config fields of one of `PRESETS`. Raises `ValueError` for another name."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         close = close_preset(name)
         hint = f"did you mean {close!r}? Choose" if close else "choose"
         raise ValueError(f"there is no preset {name!r}; {hint} one of {', '.join(map(repr, PRESETS))}.")

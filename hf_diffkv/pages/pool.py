@@ -142,15 +142,15 @@ class PagePool:
         if self.sharers is None:
             self.sharers = torch.zeros(self.capacity, dtype=torch.int16, device=self.device)
         self._grow_sharers()
-        self.sharers[pages.long()] += 1
+        self._count_owners(pages, 1)
 
     def release(self, pages: Tensor) -> None:
         """Removes an owner from each of `pages`, int [n] without duplicates; frees the pages without one."""
         if self.sharers is not None:
             self._grow_sharers()
-            shared = self.sharers[pages.long()] > 0
-            self.sharers[pages[shared].long()] -= 1
-            pages = pages[~shared]
+            self._count_owners(pages, -1)
+            pages = pages[self.sharers[pages.long()] < 0]
+            self.sharers[pages.long()] = 0
         self.free_list.give(pages)
 
     def owners(self, pages: Tensor) -> Tensor:
@@ -159,6 +159,10 @@ class PagePool:
             return torch.ones(pages.numel(), dtype=torch.int64, device=self.device)
         self._grow_sharers()
         return self.sharers[pages.long()].long() + 1
+
+    def _count_owners(self, pages: Tensor, more: int) -> None:
+        # in one operation, as garbage collection may release the pages of another owner between any two
+        self.sharers.index_add_(0, pages.long(), self.sharers.new_ones(pages.numel()), alpha=more)
 
     def _grow_sharers(self) -> None:
         if self.sharers.numel() < self.capacity:

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from ..cache.snapshot import (
 )
 from ..compat import passing
 from ..config import DiffKVConfig
+from ..config.files import as_folder
 from ..store import Store
 from .content import ONE_PER_TOKEN, ContentKeys
 from .hierarchy import Hierarchy, PrefixTier, Requests, warn
@@ -111,7 +111,8 @@ class PrefixStore:
         self._keys = ContentKeys(model.config)
         self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         memory = _memory_tiers(model.device, device_bytes, host_bytes)
-        self._tiers = Hierarchy(memory, None if folder is None else FolderTier(Path(folder), limit), self._fingerprint)
+        disk = None if folder is None else FolderTier(as_folder("folder", folder), limit)
+        self._tiers = Hierarchy(memory, disk, self._fingerprint)
         if folder is not None:
             self._tiers.open_folder()
         self._requests = Requests()
@@ -198,9 +199,9 @@ class PrefixStore:
             rank.
 
         Raises:
-            ValueError: the cache has another model or configuration, several requests, padding, more tokens than
-                `input_ids`, tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
-                or there are placeholders without `content`.
+            ValueError: the cache has another model or configuration, several requests, padding, other tokens than those
+                `input_ids` begins with, tokens that may still be taken back, or a layer of Transformers' own that
+                cannot be saved; or there are placeholders without `content`.
             HandOverError: a forward of the cache stopped halfway.
         """
         ids = as_tokens("input_ids", input_ids)
@@ -476,15 +477,14 @@ class PrefixStore:
         cache.check_handover()
         length = cache.get_seq_length()
         if length > ids.numel():
-            raise ValueError(
-                f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all that it was given."
-            )
+            raise ValueError(f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all it was given.")
         for store in cache.stores.all:
             if store.batch_size != 1 or not bool(store.padding.mask().all()):
                 raise ValueError(
                     "the cache holds several requests, padding or hidden tokens; a prefix store takes one request "
                     "without either."
                 )
+        cache.held_tokens.check(ids[None], None, length)
         return length
 
     def _compute(self, ids: Tensor, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> None:

@@ -354,8 +354,10 @@ def test_padding_of_a_decode_step_may_hold_anything(value: float) -> None:
 # calls
 
 
-def test_another_batch_size() -> None:
-    model = tiny_model("llama", "diffkv")
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_another_batch_size(name: str) -> None:
+    """Also where a layer of Transformers' own, which would fail halfway, comes first."""
+    model = tiny_model(name, "diffkv")
     cache, twin = filled(model), filled(model)
     before = contents(cache)
     ids = ragged_prompts((5, 5, 5))[0]

@@ -178,6 +178,26 @@ def test_a_call_that_took_tokens_back_leaves_no_recording(fails: bool, tmp_path:
     assert own.stores.recording
 
 
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("lfm2", marks=STATES)])
+def test_a_call_that_stored_nothing_leaves_no_recording(name: str) -> None:
+    """Layers of Transformers' own that are still empty know no `crop`."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stopped here")
+
+    model = hybrid() if name == "lfm2" else tiny_model(name, "eager")
+    cache, plain = DiffKVCache(model, window=8), DiffKVCache(model, window=8)
+    hook = model.model.embed_tokens.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="stopped here"):
+            generate(model, ids(40, 1), cache, prompt_lookup_num_tokens=3)
+    finally:
+        hook.remove()
+    assert torch.equal(generate(model, ids(40, 1), cache, 30), generate(model, ids(40, 1), plain, 30))
+    assert cache.memory() == plain.memory() and cache.memory().tokens["high"] > 0
+    cache.fork(1)
+
+
 def test_generating_within_a_module() -> None:
     class Outer(torch.nn.Module):
         def __init__(self) -> None:

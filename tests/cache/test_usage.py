@@ -63,3 +63,24 @@ def test_two_calls_at_once_are_refused() -> None:
         thread.join(60)
     assert torch.equal(results[0], expected)
     model.generate(expected, **passing(cache), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_call_within_a_call_is_refused(name: str) -> None:
+    """A streamer or a stopping criterion that continues on the cache of its own call would change that call's text."""
+    model, tokens, tried = tiny_model(name, "eager"), torch.arange(3, 23)[None], []
+    options = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [0]}
+    expected = model.generate(tokens, **options, **passing(DiffKVCache(model.config)))
+    cache = DiffKVCache(model.config)
+
+    class Within(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+            if not tried:
+                with pytest.raises(CacheInUseError, match="another generate"):
+                    model.generate(input_ids, **options, **passing(cache))
+                tried.append(model.generate(input_ids, **options, **passing(copy.deepcopy(cache))))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    assert torch.equal(model.generate(tokens, **options, **passing(cache), stopping_criteria=[Within()]), expected)
+    assert torch.equal(tried[0][:, :24], expected)
+    model.generate(expected, **passing(cache), max_new_tokens=2)

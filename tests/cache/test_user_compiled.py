@@ -112,3 +112,19 @@ def test_another_attention_function_is_found_out() -> None:
     cache = DiffKVCache(model.config, CONFIG)
     with torch.no_grad(), pytest.raises(HandOverError, match="never picked them up"):
         model(ids, attention_mask=mask, **passing(cache))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_a_graph_that_could_compute_gradients(name: str) -> None:
+    """Compilers trace the backward pass ahead of time; only running it is refused."""
+    model, (ids, mask) = tiny_model(name, "diffkv"), ragged_prompts((12, 9))
+    expected = DiffKVCache(model.config, CONFIG)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, **passing(expected)).logits
+    cache = DiffKVCache(model.config, CONFIG)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    output = compiled(ids, attention_mask=mask, **passing(cache)).logits
+    torch.testing.assert_close(output.detach(), logits)
+    with pytest.raises(RuntimeError, match="no gradient; train without a cache"):
+        output.sum().backward()
+    assert cache.get_seq_length() == 12 and model.lm_head.weight.grad is None

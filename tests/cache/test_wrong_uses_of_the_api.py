@@ -16,7 +16,17 @@ import torch
 from test_bad_input import contents, generate, raises
 from tiny_models import tiny_model
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, Precision, PrefixStore, plot
+from hf_diffkv import (
+    DiffKVCache,
+    DiffKVConfig,
+    Precision,
+    PrefixStore,
+    measure_heads,
+    measure_queries,
+    plot,
+    probe_keys,
+    training,
+)
 from hf_diffkv.compat import passing
 
 ROWS = torch.tensor([0, 5])
@@ -104,6 +114,13 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         lambda to: DiffKVCache.from_pretrained(to.folder, "gpt2"),
         ("model is a str", "the model itself"),
     ),
+    "cache from nothing": (
+        lambda to: DiffKVCache.from_pretrained(None, to.model),
+        ("save_directory=None", "path of a folder"),
+    ),
+    "configuration from nothing": (lambda to: DiffKVConfig.from_pretrained(None), ("name=None", "path of a folder")),
+    "JSON that is read": (lambda to: DiffKVConfig.from_json({"window": 5}), ("text is not a JSON object", "dict")),
+    "several presets": (lambda to: DiffKVConfig.preset(["small"]), ("no preset ['small']", "choose one of")),
     "device beside a model": (
         lambda to: DiffKVCache.from_pretrained(to.folder, to.model, device="cpu"),
         ("device=cpu", "leave it"),
@@ -119,6 +136,14 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "forks by name": (lambda to: to.cache.fork("two"), ("n='two'", "an integer")),
     "crop to a length": (lambda to: to.cache.crop(3), ("tokens_to_remove=3", "minus the tokens")),
     "crop of a text": (lambda to: to.cache.crop("all"), ("tokens_to_remove='all'", "an integer")),
+    "crop of half a token": (
+        lambda to: to.cache.crop(torch.tensor(-0.5)),
+        ("tokens_to_remove=-0.5", "an integer"),
+    ),
+    "crop of each row": (
+        lambda to: to.cache.crop(torch.tensor([-1, -2])),
+        ("tokens_to_remove=tensor([-1, -2])", "an integer"),
+    ),
     "crop of what is stored": (lambda to: to.cache.crop(-3), ("cannot remove 3", "activate_past_recording()")),
     "row that does not exist": (lambda to: to.cache.reorder_cache(ROWS), ("[0, 5]", "[0, 2)")),
     "choice of nothing": (
@@ -129,6 +154,17 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         lambda to: to.cache.batch_select_indices(torch.ones(3, dtype=torch.bool)),
         ("indices=[True, True, True]", "holds 2 sequences"),
     ),
+    "choice by nothing": (
+        lambda to: to.cache.batch_select_indices(None),
+        ("indices is a NoneType", "a list or a tensor"),
+    ),
+    "choice by name": (lambda to: to.cache.reorder_cache("last"), ("beam_idx is a str", "an integer for each")),
+    "choice by a slice": (lambda to: to.cache.batch_select_indices(slice(1)), ("indices is a slice", "a list")),
+    "order by a mask": (
+        lambda to: to.cache.reorder_cache([True, False]),
+        ("beam_idx=[True, False] is a mask", "batch_select_indices"),
+    ),
+    "repeat by a flag": (lambda to: to.cache.batch_repeat_interleave(True), ("repeats=True", "an integer")),
     "no repeats": (lambda to: to.cache.batch_repeat_interleave(0), ("repeats=0", "at least 1")),
     "half a repeat": (lambda to: to.cache.batch_repeat_interleave(1.5), ("repeats=1.5", "an integer")),
     "attached to a name": (lambda to: to.cache.attach("gpt2"), ("model is a str", "the model itself")),
@@ -153,11 +189,20 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "store of negative size": (lambda to: PrefixStore(to.model, device_bytes=-1), ("device_bytes=-1", "0 or more")),
     "store with a size as text": (lambda to: PrefixStore(to.model, host_bytes="1GB"), ("host_bytes='1GB'", "number")),
     "limit without folder": (lambda to: PrefixStore(to.model, folder_bytes=5), ("folder_bytes", "name the folder")),
+    "folder that is none": (lambda to: PrefixStore(to.model, folder=5), ("folder=5", "path of a folder")),
+    "heads by a text": (lambda to: measure_heads(to.model, "Hello"), ("tokenizer is a str", "pass the tokenizer")),
+    "queries by a text": (lambda to: measure_queries(to.model, "Hello"), ("tokenizer is a str", "pass the tokenizer")),
+    "keys by a text": (lambda to: probe_keys(to.model, "Hello"), ("tokenizer is a str", "pass the tokenizer")),
+    "callback of no trainer": (
+        lambda to: training.DiffKVEvaluationCallback(to.model, ["Hello"]),
+        ("trainer is a LlamaForCausalLM", "pass the Trainer"),
+    ),
     "lookup of a text": (lambda to: PrefixStore(to.model).lookup("hello"), ("input_ids is a str", "tokenise")),
     "lookup of a batch": (lambda to: PrefixStore(to.model).lookup(to.ids), ("input_ids has 2 rows", "each row")),
     "lookup of fractions": (lambda to: PrefixStore(to.model).lookup(torch.rand(1, 5)), ("torch.float32", "integers")),
     "insertion of nothing": (lambda to: PrefixStore(to.model).insert(to.ids[:1], None), ("cache is a NoneType",)),
     "picture of nothing": (lambda to: plot.levels(None), ("cache is a NoneType", "a DiffKVCache")),
+    "curve of a cache": (lambda to: plot.memory(to.cache), ("curves is a DiffKVCache", "by the name of a cache")),
     "picture of an empty cache": (lambda to: plot.levels(DiffKVCache(to.config)), ("holds nothing yet", "generate")),
 }
 

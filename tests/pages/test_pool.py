@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_diffkv.pages import NULL_PAGE, PagePool
 
@@ -149,6 +155,50 @@ def test_shared_pages_that_go_move_once_for_all_their_owners() -> None:
     for row, free in zip(table, (1, 3, 4)):
         pool.release(row[row != NULL_PAGE])
         assert pool.free_list.free == free
+
+
+def run_at(count: int, act: Callable[[], None]) -> Callable:
+    """Returns a trace function that runs `act` once, at operation `count` of the pool's code."""
+    code, left = PagePool.release.__code__, [count]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        left[0] -= event == "opcode"
+        if not left[0]:
+            sys.settrace(None)
+            act()
+        return trace
+
+    return trace
+
+
+def drop(pool: PagePool, pages: Tensor, gone: list[Tensor]) -> None:
+    """Releases pages as a fork does that goes."""
+    pool.release(pages)
+    gone.append(pages)
+
+
+@pytest.mark.parametrize("change, left", [(PagePool.release, 1), (PagePool.share, 3)], ids=["release", "share"])
+def test_owners_that_go_at_any_moment_are_counted(change: Callable, left: int) -> None:
+    """Garbage collection may drop another fork while the pool counts owners."""
+    before = sys.gettrace()
+    for count in range(1, 300):
+        pool, gone = PagePool(64, CPU), []
+        pool.ensure_free(3)
+        _, pages = pool.free_list.take(torch.tensor([3]))
+        pool.share(pages)
+        pool.share(pages)
+        sys.settrace(run_at(count, partial(drop, pool, pages, gone)))
+        try:
+            change(pool, pages)
+        finally:
+            sys.settrace(before)
+        if not gone:
+            break
+        assert pool.owners(pages).tolist() == [left] * 3 and pool.free_list.free == 0
+    assert 10 < count < 299
 
 
 def test_a_ring_that_was_made_ahead_stays_when_the_pool_shrinks() -> None:

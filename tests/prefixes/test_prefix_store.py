@@ -196,6 +196,19 @@ def test_caches_that_are_not_stored() -> None:
     assert_equal_contents(store.lookup(torch.cat([rejected.ids, ids], 1)), rejected.cache)
 
 
+def test_other_tokens_than_the_cache_holds_are_not_stored() -> None:
+    """A text that was decoded and tokenised again can have other ids."""
+    model, ids = model_of(), tokens(1, 20)
+    store = PrefixStore(model, CONFIG)
+    cache = store.lookup(ids)
+    output = model.generate(ids, **passing(cache), max_new_tokens=3, do_sample=False)
+    other = output.clone()
+    other[0, 12] += 1
+    with pytest.raises(ValueError, match="part at position 12"):
+        store.insert(other, cache)
+    assert len(store) == 0 and store.insert(output, cache)
+
+
 def test_seconds_saved() -> None:
     model = model_of()
     store, run = PrefixStore(model, CONFIG), started(model, (50,))

@@ -65,6 +65,8 @@ def curves(
 
 
 def _panels(curves: Curves | Mapping[str, Curves], title: str) -> Mapping[str, Curves]:
+    if not isinstance(curves, Mapping):
+        raise ValueError(f"curves is a {type(curves).__name__}; give (tokens, value) pairs by the name of a cache.")
     several = all(isinstance(value, Mapping) for value in curves.values())
     panels = cast("Mapping[str, Curves]", curves if several else {title: curves})
     if not any(points for members in panels.values() for points in members.values()):
