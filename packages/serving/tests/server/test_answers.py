@@ -23,8 +23,7 @@ from hf_diffkv_serving.server.text import Transcript
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from serving_app import RESPONSE_TEMPLATE, tokenizer
-from transformers.utils.chat_parsing import ResponseParser
+from serving_app import markup, tokenizer
 
 TEXT = '<why>It is[{"name": "height", "arguments": {"tree": "oak"}}][{"name": "age", "arguments": {}}]'
 CALLS = [("height", '{"tree": "oak"}'), ("age", "{}")]
@@ -33,7 +32,7 @@ SERVED: Any = Served("tiny", None, SimpleNamespace(tokenizer=tokenizer(), usual=
 
 def run_of(text: str, reason: str) -> Run:
     """A run with the steps of a model that says `text`, a token at a time."""
-    transcript = Transcript(tokenizer(), ResponseParser(RESPONSE_TEMPLATE, prefix=""))
+    transcript = Transcript(tokenizer(), markup())
     run, ids = Run(prompt_tokens=3), tokenizer()(text).input_ids
     run.open = {0}
     run.steps.put_nowait((0, Step(transcript.begin())))
