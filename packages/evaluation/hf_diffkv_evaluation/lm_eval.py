@@ -83,11 +83,18 @@ class DiffKVLM(HFLM):
             raise EvaluationError("an encoder-decoder model cannot be used with --model hf-diffkv; use --model hf.")
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
-        """Generates for one left-padded batch with a new cache: token ids [batch, tokens], prompts included."""
+        """Generates for one left-padded batch with a new cache: token ids [batch, tokens], prompts included.
+
+        Raises:
+            EvaluationError: the budget of the cache is too small.
+        """
         session = Session(self.model, self.method)
         cache = session.cache
-        with torch.no_grad(), self.method.attached(session.model, session.cache):
-            written = super()._model_generate(context, max_length, stop, **passing(cache), **kwargs)
+        try:
+            with torch.no_grad(), self.method.attached(session.model, session.cache):
+                written = super()._model_generate(context, max_length, stop, **passing(cache), **kwargs)
+        except MemoryError as error:
+            raise EvaluationError(f"cache={self.method.label}: {error}") from error
         held = session.held()
         self.cached_bytes += held.bytes
         # the last generated token is never cached

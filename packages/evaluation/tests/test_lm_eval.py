@@ -144,6 +144,11 @@ def test_log_likelihoods_are_refused(tasks: Path) -> None:
     assert 0 <= evaluate(tasks, "facts_scored", "dense")["results"]["facts_scored"]["acc,none"] <= 1
 
 
+def test_a_budget_that_is_too_small_is_refused(tasks: Path) -> None:
+    with pytest.raises(EvaluationError, match="cache=diffkv:max_bytes=1000: max_bytes=1000 cannot even hold"):
+        evaluate(tasks, "facts_written", "diffkv:max_bytes=1000")
+
+
 def test_rolling_log_likelihoods_are_refused() -> None:
     model = DiffKVLM(str(TINY_LM), cache="diffkv", device="cpu")
     with pytest.raises(EvaluationError, match="log-likelihood"):
