@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_diffkv.arguments import similar
 from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.compat import passing
@@ -48,8 +49,8 @@ class DiffKVLM(HFLM):
         **kwargs: arguments of `HFLM`; fields of `DiffKVConfig` become options of `cache`.
 
     Raises:
-        EvaluationError: the method is unknown or does not work with the model or batch size, options belong to another
-            method, or the model is an encoder-decoder model.
+        EvaluationError: the method is unknown or does not work with the model or batch size, options are unknown or
+            belong to another method, or the model is an encoder-decoder model.
     """
 
     def __init__(self, pretrained: Any, cache: str = "diffkv", batch_size: int | str = 1, **kwargs: Any) -> None:
@@ -71,7 +72,17 @@ class DiffKVLM(HFLM):
             name = resolve_model(pretrained) if isinstance(pretrained, str) else pretrained
         except ValueError as error:
             raise EvaluationError(f"pretrained={pretrained}: {error}") from error
-        super().__init__(name, batch_size=batch_size, **kwargs)
+        try:
+            super().__init__(name, batch_size=batch_size, **kwargs)
+        except TypeError as error:
+            unknown = next((each for each in kwargs if f"keyword argument '{each}'" in str(error)), None)
+            if unknown is None:
+                raise
+            close = similar(unknown, CONFIG_FIELDS)
+            hint = f"did you mean {close[0]}?" if close else "leave it out."
+            raise EvaluationError(
+                f"{unknown} is neither an argument of the harness's hf model nor a field of DiffKVConfig; {hint}"
+            ) from error
         try:
             self.method.new_cache(self.model)
         except (UnsupportedModelError, ValueError) as error:

@@ -171,6 +171,13 @@ def test_methods_of_other_environments_are_refused(monkeypatch: pytest.MonkeyPat
         DiffKVLM("no-model", cache="dense")
 
 
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(EvaluationError, match=r"^windw is neither .* nor a field of .*; did you mean window\?"):
+        DiffKVLM(str(TINY_LM), device="cpu", windw=3)
+    with pytest.raises(EvaluationError, match=r"^zzz is neither .*; leave it out\."):
+        DiffKVLM(str(TINY_LM), device="cpu", zzz=3)
+
+
 def test_fields_become_options() -> None:
     assert method_name("dense", {}) == "dense"
     assert method_name("diffkv", {"alpha_high": 3, "high": "K8V8"}) == "diffkv:alpha_high=3+high=K8V8"
