@@ -40,6 +40,7 @@ class Asked:
         ignore_eos: whether the model's end tokens do not end an answer.
         stream: whether tokens are wanted as they come.
         parser: function from a prompt to the parser of thoughts and tools; None if there is none.
+        calls: whether the model may call tools.
         continues: whether answers continue the text of their prompts, so that a space at their beginning stays.
     """
 
@@ -53,6 +54,7 @@ class Asked:
     parser: Callable[[list[int]], Any] | None = None
     boundaries: tuple[int, ...] = ()
     continues: bool = False
+    calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class Generation:
         parser = asked.parser and asked.parser(prompt)
         if asked.parser is None or parser is None:
             return None
-        return Markup(parser, partial(asked.parser, []), self.tokenizer.all_special_tokens)
+        return Markup(parser, partial(asked.parser, []), self.tokenizer.all_special_tokens, asked.calls)
 
     def _handler(self, answer: _Answer, name: str) -> Callable[[Any], None]:
         def handle(output: Any) -> None:

@@ -18,10 +18,11 @@ class Markup:
         parser: parser of the answer.
         again: function that returns a parser for the text behind a call that is none.
         hidden: strings that are left out of such a call, because they are not text.
+        calls: whether tools may be called; if not, every call is none.
     """
 
-    def __init__(self, parser: Any, again: Callable[[], Any], hidden: Sequence[str] = ()) -> None:
-        self._parser, self._again, self._hidden = parser, again, hidden
+    def __init__(self, parser: Any, again: Callable[[], Any], hidden: Sequence[str] = (), calls: bool = True) -> None:
+        self._parser, self._again, self._hidden, self._calls = parser, again, hidden, calls
         # what was fed, from the last thing on that was said or is no text
         self._unsaid = ""
 
@@ -43,7 +44,7 @@ class Markup:
         try:
             found = events()
             for event, following in zip(found, [*found[1:], None]):
-                pieces += _pieces_of(event)
+                pieces += self._pieces_of(event)
                 self._note(event, following)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             _logger.warning("an answer is not as its template says: %s", error)
@@ -61,11 +62,12 @@ class Markup:
         elif event["type"] == "region_close" and (following is None or following["type"] != "region_open"):
             self._unsaid = ""
 
-
-def _pieces_of(event: dict[str, Any]) -> list[Any]:
-    """Raises errors of several kinds if a call has another form than `ToolCall`."""
-    pieces = response_events_to_chunks([event])
-    for piece in pieces:
-        if isinstance(piece, ToolCall) and not isinstance(piece.name, str):
-            raise TypeError(f"the name of a call is {piece.name!r}")
-    return pieces
+    def _pieces_of(self, event: dict[str, Any]) -> list[Any]:
+        """Raises errors of several kinds if a call has another form than `ToolCall`, or there may be none."""
+        pieces = response_events_to_chunks([event])
+        for piece in pieces:
+            if isinstance(piece, ToolCall) and not self._calls:
+                raise ValueError("a tool is called, and none may be")
+            if isinstance(piece, ToolCall) and not isinstance(piece.name, str):
+                raise TypeError(f"the name of a call is {piece.name!r}")
+        return pieces

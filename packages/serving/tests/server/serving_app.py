@@ -55,12 +55,12 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
 
 
-def markup() -> Any:
+def markup(calls: bool = True) -> Any:
     """Returns a `Markup` of `RESPONSE_TEMPLATE`."""
     from hf_diffkv_serving.server.markup import Markup
 
     parser = functools.partial(ResponseParser, RESPONSE_TEMPLATE, prefix="")
-    return Markup(parser(), parser, tokenizer().all_special_tokens)
+    return Markup(parser(), parser, tokenizer().all_special_tokens, calls)
 
 
 def expected(prompt: str, new: int) -> str:

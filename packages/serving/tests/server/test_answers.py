@@ -27,7 +27,11 @@ from serving_app import markup, tokenizer
 
 TEXT = '<why>It is[{"name": "height", "arguments": {"tree": "oak"}}][{"name": "age", "arguments": {}}]'
 CALLS = [("height", '{"tree": "oak"}'), ("age", "{}")]
-SERVED: Any = Served("tiny", None, SimpleNamespace(tokenizer=tokenizer(), usual=Sampling()))
+SERVED: Any = Served(
+    "tiny",
+    None,
+    SimpleNamespace(tokenizer=tokenizer(), usual=Sampling(), sampling=Sampling(), keeps_prefixes=False),
+)
 
 
 def run_of(text: str, reason: str) -> Run:
@@ -61,6 +65,14 @@ def events(answer: Answer, text: str, reason: str) -> list[Any]:
 
 def chat(**fields: Any) -> ChatAnswer:
     return ChatAnswer(SERVED, ChatBody(messages=[{"role": "user", "content": "a"}], **fields), "1")
+
+
+def test_tools_are_called_where_they_are_given() -> None:
+    function = {"name": "height", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    for fields, calls in (({}, False), ({"tools": tools}, True), ({"tools": tools, "tool_choice": "none"}, False)):
+        assert chat(**fields).asked().calls is calls
+        assert ResponseAnswer(SERVED, ResponseBody(input="a", **fields), "1").asked().calls is calls
 
 
 def test_a_chat_with_calls() -> None:

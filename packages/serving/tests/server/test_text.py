@@ -119,6 +119,13 @@ def test_thoughts_and_calls() -> None:
     assert joined(pieces, ReasoningText) == "wh" and joined(pieces, str) == ""
 
 
+def test_calls_are_text_where_none_may_be_made() -> None:
+    ids = tokenizer()(f"<why>so {CALL} it is").input_ids
+    pieces = say(Transcript(tokenizer(), markup(calls=False)), ids)
+    assert joined(pieces, ReasoningText) == "why" and joined(pieces, str) == f"so {CALL} it is"
+    assert not any(isinstance(piece, ToolCall) for piece in pieces)
+
+
 @pytest.mark.parametrize(
     "text",
     ["so [no call]", 'so [{"name": 5}]', "so [1]", 'so [{"name": "a"', "<why>[{]", '[{"name": 5, "arguments": {}}]'],
