@@ -18,6 +18,7 @@ from .commands import COMMANDS, load
 from .commands.console import Context, log_on_terminal, one_line, width
 from .evaluation.errors import EvaluationError
 
+FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 PROGRAM = "hf-diffkv"
@@ -106,3 +107,8 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = hf_dif
     except EvaluationError as error:
         print(f"{program}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
+    except OSError as error:
+        # of a file or a device, such as a full disk
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{program}: {where}{(error.strerror or one_line(error)).rstrip('.')}.", file=sys.stderr)
+        return FAILED

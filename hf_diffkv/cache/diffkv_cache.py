@@ -286,6 +286,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         Raises:
             ValueError: some tokens may still be taken back (call `crop(0)`), a layer cannot be saved, or `model` has
                 another configuration than the cache's model, or offloaded weights.
+            OSError: the files cannot be written; those of an earlier cache stay.
         """
         if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
             raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load, load_file
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_written, new_folder
+from ..replacing import replacing, save_tensors
 from .devices import TensorParallel
 from .inference import ordinary_tensors
 from .snapshot import (
@@ -46,6 +47,7 @@ def save_cache(cache: CacheContents, save_directory: str | os.PathLike, model: A
     Raises:
         ValueError: some tokens may still be taken back, a layer of Transformers' own cannot be saved, or
             `save_directory` is not a folder.
+        OSError: the files cannot be written.
     """
     weights = None if model is None else weights_fingerprint(model)
     with cache.stores.between_forwards():
@@ -60,10 +62,11 @@ def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) ->
     """Writes `snapshot` into `folder`, which is made if missing, as this rank's part."""
     json_path, path = _paths(folder, parallel)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, path)
-    content = {"format_version": FORMAT_VERSION, **snapshot.content, "sha256": _digest(path)}
-    content["checksum"] = _checksum(content)
-    json_path.write_text(json.dumps(content, indent=2) + "\n")
+    with replacing(path) as new, replacing(json_path) as new_json:
+        save_tensors({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, new)
+        content = {"format_version": FORMAT_VERSION, **snapshot.content, "sha256": _digest(new)}
+        content["checksum"] = _checksum(content)
+        new_json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 @ordinary_tensors()

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..cache.diffkv_cache import DiffKVCache
@@ -21,6 +20,7 @@ from ..heads.query_moments import QueryMoments
 from ..heads.recognition import mark_of
 from ..heads.weights import model_digest
 from ..ops.table import ops_for
+from ..replacing import save_tensors
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
 from .watched import WatchedLayer, in_float32, run_prompt, watching
 
@@ -55,7 +55,7 @@ class QuerySums:
     Args:
         documents: all documents to sum over.
         path: file that keeps the sums of this model; None keeps them only in memory. If the file has sums of other
-            documents, they are dropped.
+            documents, or is damaged, they are dropped.
     """
 
     def __init__(self, documents: Sequence[Document], path: Path | None = None) -> None:
@@ -63,11 +63,9 @@ class QuerySums:
         self._done: list[str] = []
         self._sums: list[Tensor] = []
         if path is not None and path.is_file():
-            with safe_open(path, "pt") as file:
-                done = json.loads(file.metadata()[SUMMED])
-                if set(done) <= {document.digest for document in documents}:
-                    self._done = done
-                    self._sums = [file.get_tensor(str(layer)).clone() for layer in range(len(file.keys()))]
+            done, found = _read(path)
+            if set(done) <= {document.digest for document in documents}:
+                self._done, self._sums = done, found
 
     def has(self, document: Document) -> bool:
         return document.digest in self._done
@@ -79,9 +77,7 @@ class QuerySums:
         self._done.append(document.digest)
         if self._path is not None:
             tensors = {str(layer): total.contiguous() for layer, total in enumerate(self._sums)}
-            written = self._path.with_suffix(".part")
-            save_file(tensors, written, metadata={SUMMED: json.dumps(self._done)})
-            written.replace(self._path)
+            save_tensors(tensors, self._path, {SUMMED: json.dumps(self._done)})
 
     def moments(self, model: Any) -> QueryMoments:
         """Returns the moments over all documents, each of which must have been added."""
@@ -99,6 +95,16 @@ def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
         for document in documents:
             sums.add(document, run_prompt(model, document.context)[1])
     return sums.moments(model)
+
+
+def _read(path: Path) -> tuple[list[str], list[Tensor]]:
+    """Returns the digests of the documents and the sums in a file, none if it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            done = json.loads(file.metadata()[SUMMED])
+            return done, [file.get_tensor(str(layer)).clone() for layer in range(len(file.keys()))]
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        return [], []
 
 
 def _mean(layer: WatchedLayer) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,19 @@ class RunFolder:
                     file.truncate(content.rfind(b"\n") + 1)
 
     def add(self, record: Record) -> None:
-        """Appends one line and syncs it to disk."""
-        with open(self.path, "a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Appends one line and syncs it to disk. Raises `EvaluationError` if the file cannot be written."""
+        line = json.dumps(asdict(record)) + "\n"
+        try:
+            with open(self.path, "a") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._mend()
+            raise EvaluationError(
+                f"cannot write to {self.path}: {error.strerror}. What was measured is kept: the same command goes on."
+            ) from error
 
     def records(self) -> list[Record]:
         """Returns this folder's records; if several have the same key, the last one."""
@@ -134,7 +143,15 @@ def read_records(paths: list[Path]) -> list[Record]:
         for number, line in enumerate(lines, start=1):
             try:
                 record = Record(**json.loads(line))
+                _check_types(record)
             except (json.JSONDecodeError, TypeError) as error:
                 raise EvaluationError(f"{path}, line {number} is not a record of an evaluation.") from error
             found[record.key] = record
     return list(found.values())
+
+
+def _check_types(record: Record) -> None:
+    """Raises `TypeError` if names are no strings, or figures have no names."""
+    named = (record.metrics, record.details, record.environment, record.basis)
+    if not all(isinstance(name, str) for name in record.key) or not all(isinstance(each, dict) for each in named):
+        raise TypeError

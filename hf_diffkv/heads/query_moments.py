@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..ops.rotation import rotation_matrix
 from ..ops.rounding.moments import feedback_of
+from ..replacing import save_tensors
 from .mark import Mark
 from .recognition import MARK_KEY
 
@@ -124,12 +124,12 @@ class QueryMoments:
         return {**self.__dict__, "_feedback": {}}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the moments to a safetensors file."""
+        """Writes the moments to a safetensors file. Raises `OSError`."""
         metadata = {"format": MOMENTS_FORMAT, **{name: getattr(self, name) for name in ORIGIN}}
         if self.mark is not None:
             metadata[MARK_KEY] = json.dumps(self.mark.to_dict())
         tensors = {str(layer): triangle.contiguous() for layer, triangle in enumerate(self.triangles)}
-        save_file(tensors, os.fspath(path), metadata=metadata)
+        save_tensors(tensors, path, metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> QueryMoments:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..precision import Precision
+from ..replacing import replacing
 from .mark import Mark
 from .recognition import MARK_KEY
 
@@ -123,9 +124,10 @@ class Sensitivity:
             raise ValueError(f"these are not the losses of a model's heads: {error}.") from error
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file, with the mark if there is one."""
+        """Writes a JSON file, with the mark if there is one. Raises `OSError`."""
         values = self.to_dict() | ({} if self.mark is None else {MARK_KEY: self.mark.to_dict()})
-        Path(path).write_text(json.dumps(values, sort_keys=True) + "\n")
+        with replacing(path) as new:
+            new.write_text(json.dumps(values, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Sensitivity:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ..cache.devices import TensorParallel
@@ -205,7 +204,7 @@ class FolderTier:
             save_snapshot(snapshot, partial, TensorParallel())
             os.utime(partial, ns=(used, used))
             os.rename(partial, self.folder / name)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(str(error)) from error
 

@@ -105,6 +105,17 @@ def test_sums_of_other_documents_are_dropped(
     assert all(torch.equal(mine, other) for mine, other in zip(others.queries.triangles, expected.triangles))
 
 
+def test_damaged_sums_are_measured_again(model: PreTrainedModel, whole: Measured, tmp_path: Path) -> None:
+    measure(model, DOCUMENTS, tmp_path, quiet=True)
+    (path,) = tmp_path.rglob("queries.safetensors")
+    content = path.read_bytes()
+    for damaged in (b"", content[:100], content[:-9]):
+        path.write_bytes(damaged)
+        again = measure(model, DOCUMENTS, tmp_path, quiet=True)
+        assert all(torch.equal(mine, other) for mine, other in zip(again.queries.triangles, whole.queries.triangles))
+    assert path.read_bytes() == content
+
+
 def test_a_line_for_each_document_where_there_is_no_terminal(
     model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -323,6 +323,23 @@ def test_sizes(text: str, size: int) -> None:
     assert Bytes().convert(text, None, None) == size
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "folder/file"), "folder/file: No space left on device."),
+        (OSError(28, "No space left on device"), "No space left on device."),
+        (OSError("cannot write file: no"), "cannot write file: no."),
+    ],
+)
+def test_errors_of_files_get_one_line(error: OSError, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def failing() -> None:
+        raise error
+
+    assert main([], failing) == 1
+    assert capsys.readouterr().err == f"hf-diffkv: {said}\n"
+
+
 def test_a_saved_configuration_that_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     DiffKVConfig().save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "diffkv_config.json").write_text("{}}")

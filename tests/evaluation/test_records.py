@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.records import Record, RunFolder, read_records
@@ -107,7 +108,12 @@ def test_damaged_settings(tmp_path: Path, content: bytes) -> None:
         RunFolder(tmp_path, SETTINGS)
 
 
-@pytest.mark.parametrize("line", [b"{not json", b"[1, 2]", b'{"method": "dense"}', b'{"unknown": 1}', b"\xff\xfe"])
+KEY = b'"task": "a", "document": "b", "digest": "c"'
+DAMAGED = [b"{not json", b"[1, 2]", b'{"method": "dense"}', b'{"unknown": 1}', b"\xff\xfe"]
+DAMAGED += [b'{"method": [], %s}' % KEY, b'{"method": "dense", "metrics": null, %s}' % KEY]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
 def test_damaged_records(folder: RunFolder, line: bytes) -> None:
     with open(folder.path, "ab") as file:
         file.write(line + b"\n")
@@ -123,6 +129,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "taken" / "run.json").mkdir(parents=True)
     with pytest.raises(EvaluationError, match="cannot write to .*taken: "):
         RunFolder(tmp_path / "taken", SETTINGS)
+
+
+def test_a_disk_that_is_full(folder: RunFolder) -> None:
+    before = folder.path.read_bytes()
+    with full_disk(len(before) + 40), pytest.raises(EvaluationError, match="cannot write to .*: File too large"):
+        folder.add(FAILED)
+    # half of the line was written
+    assert folder.path.read_bytes() == before
+    folder.add(FAILED)
+    assert same(folder.records(), [RECORD, FAILED])
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

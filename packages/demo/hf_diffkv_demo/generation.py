@@ -158,6 +158,7 @@ class Generator:
             missing = "layer of plain full attention" if not self.layers else "fast tokenizer"
             raise InputError(f"cannot use the model {name}: it has no {missing}.")
         self.settings = settings_for(self.model)
+        self._max_bytes: int | str | None = None
         self.num_layers = len(layers_of(self.model))
         config = self.model.config.get_text_config(decoder=True)
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -177,12 +178,9 @@ class Generator:
             raise InputError(str(error)) from error
         return name
 
-    def limit_to(self, max_bytes: int | str) -> None:
-        """Gives the caches of all settings a budget, in bytes or as a share such as "80%" of what is free."""
-        self.settings = {
-            name: replace(setting, config=replace(setting.config, max_bytes=max_bytes))
-            for name, setting in self.settings.items()
-        }
+    def limit_to(self, max_bytes: int | str | None) -> None:
+        """Gives all caches a budget, in bytes or as a share such as "80%" of what is free; None takes it away."""
+        self._max_bytes = max_bytes
 
     def prepare(self, entered: Entered) -> Request:
         """Checks what the visitor entered.
@@ -207,7 +205,8 @@ class Generator:
                 f"takes {self.limit:,} together; shorten the prompt or lower tokens."
             )
         prompt = torch.tensor([ids], device=self.model.device)
-        return Request(prompt, pieces, entered.max_new_tokens, entered.config)
+        config = replace(entered.config, max_bytes=self._max_bytes)
+        return Request(prompt, pieces, entered.max_new_tokens, config)
 
     def run(self, task: Request) -> Steps:
         """Both runs, one after the other so that neither slows the other down; the last item carries the result.

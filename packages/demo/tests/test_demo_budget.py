@@ -8,6 +8,8 @@ import pytest
 from hf_diffkv_demo.generation import Entered, Generator, InputError, Result
 from hf_diffkv_demo.heads import overview
 from hf_diffkv_demo.memory_line import memory_line
+from hf_diffkv_demo.page import FREE_PROMPT, entered
+from hf_diffkv_demo.settings import OWN
 
 from hf_diffkv.running.models import TINY_LM
 
@@ -22,8 +24,8 @@ def generator() -> Generator:
 
 def result_of(generator: Generator, max_bytes: int | str) -> Result:
     generator.limit_to(max_bytes)
-    entered = Entered(PROMPT, NEW, generator.settings["balanced"].config, "balanced")
-    *_, (_, _, found) = generator.run(generator.prepare(entered))
+    balanced = Entered(PROMPT, NEW, generator.settings["balanced"].config, "balanced")
+    *_, (_, _, found) = generator.run(generator.prepare(balanced))
     assert found is not None
     return found
 
@@ -63,10 +65,17 @@ def test_a_budget_may_be_a_share(generator: Generator, monkeypatch: pytest.Monke
     assert found.memory.max_bytes == found.compressed.max_bytes == 4_000_000
 
 
+def test_a_visitors_own_setting_has_the_budget(generator: Generator) -> None:
+    generator.limit_to(3_000_000)
+    own = entered(generator.settings, FREE_PROMPT, "", "", "", PROMPT[:400], NEW, OWN, 1.0, 0.0, "K8V4", "K4V2", 64)
+    *_, (_, _, found) = generator.run(generator.prepare(own))
+    assert found.memory.max_bytes == found.compressed.max_bytes == 3_000_000
+
+
 def test_without_a_budget_nothing_of_it_is_shown(generator: Generator) -> None:
     generator.limit_to(None)
-    entered = Entered(PROMPT[:400], NEW, generator.settings["balanced"].config, "balanced")
-    *_, (_, _, found) = generator.run(generator.prepare(entered))
+    balanced = Entered(PROMPT[:400], NEW, generator.settings["balanced"].config, "balanced")
+    *_, (_, _, found) = generator.run(generator.prepare(balanced))
     assert found.compressed.rungs == () and "Which heads are precise" not in overview(found, (0, 0))
     assert "budget" not in memory_line(found.dense, found.compressed, 100)
 

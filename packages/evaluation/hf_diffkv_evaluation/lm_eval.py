@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_diffkv.arguments import similar
 from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.compat import passing
@@ -48,8 +49,8 @@ class DiffKVLM(HFLM):
         **kwargs: arguments of `HFLM`; fields of `DiffKVConfig` become options of `cache`.
 
     Raises:
-        EvaluationError: the method is unknown or does not work with the model or batch size, options belong to another
-            method, or the model is an encoder-decoder model.
+        EvaluationError: the method is unknown or does not work with the model or batch size, options are unknown or
+            belong to another method, or the model is an encoder-decoder model.
     """
 
     def __init__(self, pretrained: Any, cache: str = "diffkv", batch_size: int | str = 1, **kwargs: Any) -> None:
@@ -71,7 +72,17 @@ class DiffKVLM(HFLM):
             name = resolve_model(pretrained) if isinstance(pretrained, str) else pretrained
         except ValueError as error:
             raise EvaluationError(f"pretrained={pretrained}: {error}") from error
-        super().__init__(name, batch_size=batch_size, **kwargs)
+        try:
+            super().__init__(name, batch_size=batch_size, **kwargs)
+        except TypeError as error:
+            unknown = next((each for each in kwargs if f"keyword argument '{each}'" in str(error)), None)
+            if unknown is None:
+                raise
+            close = similar(unknown, CONFIG_FIELDS)
+            hint = f"did you mean {close[0]}?" if close else "leave it out."
+            raise EvaluationError(
+                f"{unknown} is neither an argument of the harness's hf model nor a field of DiffKVConfig; {hint}"
+            ) from error
         try:
             self.method.new_cache(self.model)
         except (UnsupportedModelError, ValueError) as error:
@@ -83,11 +94,18 @@ class DiffKVLM(HFLM):
             raise EvaluationError("an encoder-decoder model cannot be used with --model hf-diffkv; use --model hf.")
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
-        """Generates for one left-padded batch with a new cache: token ids [batch, tokens], prompts included."""
+        """Generates for one left-padded batch with a new cache: token ids [batch, tokens], prompts included.
+
+        Raises:
+            EvaluationError: the budget of the cache is too small.
+        """
         session = Session(self.model, self.method)
         cache = session.cache
-        with torch.no_grad(), self.method.attached(session.model, session.cache):
-            written = super()._model_generate(context, max_length, stop, **passing(cache), **kwargs)
+        try:
+            with torch.no_grad(), self.method.attached(session.model, session.cache):
+                written = super()._model_generate(context, max_length, stop, **passing(cache), **kwargs)
+        except MemoryError as error:
+            raise EvaluationError(f"cache={self.method.label}: {error}") from error
         held = session.held()
         self.cached_bytes += held.bytes
         # the last generated token is never cached

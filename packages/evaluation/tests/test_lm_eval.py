@@ -144,6 +144,11 @@ def test_log_likelihoods_are_refused(tasks: Path) -> None:
     assert 0 <= evaluate(tasks, "facts_scored", "dense")["results"]["facts_scored"]["acc,none"] <= 1
 
 
+def test_a_budget_that_is_too_small_is_refused(tasks: Path) -> None:
+    with pytest.raises(EvaluationError, match="cache=diffkv:max_bytes=1000: max_bytes=1000 cannot even hold"):
+        evaluate(tasks, "facts_written", "diffkv:max_bytes=1000")
+
+
 def test_rolling_log_likelihoods_are_refused() -> None:
     model = DiffKVLM(str(TINY_LM), cache="diffkv", device="cpu")
     with pytest.raises(EvaluationError, match="log-likelihood"):
@@ -164,6 +169,13 @@ def test_methods_of_other_environments_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DenseMethod, "environment", SimpleNamespace(name="elsewhere"))
     with pytest.raises(EvaluationError, match="needs an environment of its own .elsewhere.; use benchmarks/quality"):
         DiffKVLM("no-model", cache="dense")
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(EvaluationError, match=r"^windw is neither .* nor a field of .*; did you mean window\?"):
+        DiffKVLM(str(TINY_LM), device="cpu", windw=3)
+    with pytest.raises(EvaluationError, match=r"^zzz is neither .*; leave it out\."):
+        DiffKVLM(str(TINY_LM), device="cpu", zzz=3)
 
 
 def test_fields_become_options() -> None:

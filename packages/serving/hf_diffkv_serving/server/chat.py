@@ -67,6 +67,7 @@ class ChatAnswer(Answer):
             ignore_eos=bool(body.ignore_eos),
             stream=bool(body.stream),
             parser=partial(build_response_parser, tokenizer, self.served.model, tools=described),
+            calls=bool(described),
         )
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:

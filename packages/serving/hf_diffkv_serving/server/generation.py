@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..batching.engine_names import CHILD, children
@@ -15,6 +16,7 @@ from ..batching.manager import DiffKVBatchingManager
 from ..batching.records import RequestRecord
 from ..batching.sampling import Sampling, TokenLogprobs
 from .errors import RefusedError
+from .markup import Markup
 from .text import Transcript
 
 # ids of the requests that an HTTP request has brought to the engine
@@ -38,6 +40,7 @@ class Asked:
         ignore_eos: whether the model's end tokens do not end an answer.
         stream: whether tokens are wanted as they come.
         parser: function from a prompt to the parser of thoughts and tools; None if there is none.
+        calls: whether the model may call tools.
         continues: whether answers continue the text of their prompts, so that a space at their beginning stays.
     """
 
@@ -51,6 +54,7 @@ class Asked:
     parser: Callable[[list[int]], Any] | None = None
     boundaries: tuple[int, ...] = ()
     continues: bool = False
+    calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,8 @@ class Generation:
     ) -> RequestRecord:
         ends = [NO_END] if asked.ignore_eos else self._ends
         for number, name in enumerate(names, first):
-            parser = None if asked.parser is None else asked.parser(prompt)
-            transcript = Transcript(self.tokenizer, parser, asked.stop, prompt if asked.continues else ())
+            markup = self._markup(prompt, asked)
+            transcript = Transcript(self.tokenizer, markup, asked.stop, prompt if asked.continues else ())
             answer = _Answer(run, number, transcript, ends)
             self.engine.register_result_handler(name, self._handler(answer, name))
             submitted.get([]).append(name)
@@ -208,6 +212,12 @@ class Generation:
         options |= {"max_new_tokens": limit, "streaming": asked.stream or bool(asked.stop)}
         options["boundaries"] = () if first else asked.boundaries
         return self.engine.submit(prompt, names[0], asked.sampling, **options)
+
+    def _markup(self, prompt: list[int], asked: Asked) -> Markup | None:
+        parser = asked.parser and asked.parser(prompt)
+        if asked.parser is None or parser is None:
+            return None
+        return Markup(parser, partial(asked.parser, []), self.tokenizer.all_special_tokens, asked.calls)
 
     def _handler(self, answer: _Answer, name: str) -> Callable[[Any], None]:
         def handle(output: Any) -> None:

@@ -113,6 +113,7 @@ class ResponseAnswer(Answer):
             ignore_eos=bool(body.ignore_eos),
             stream=bool(body.stream),
             parser=partial(build_response_parser, tokenizer, self.served.model, tools=tools),
+            calls=bool(tools),
         )
 
     def _object(self, status: str, output: list[dict[str, Any]], **others: Any) -> dict[str, Any]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from .parts import response_events_to_chunks
+from .markup import Markup
 
 # what decoders put where bytes are no character
 NO_CHARACTER = "\ufffd"
 # tokens of which a stream decodes the shortest part that is text
 SEED_TOKENS = (1, 4, 16)
-
-_logger = logging.getLogger("hf_diffkv")
 
 
 class StopStrings:
@@ -61,15 +58,15 @@ class Transcript:
 
     Args:
         tokenizer: fast tokenizer of the model.
-        parser: parser of thoughts and tool calls, which need special tokens in the text; None leaves the text as it is.
+        markup: finds thoughts and tool calls, which need special tokens in the text; None leaves the text as it is.
         stops: strings that end the answer and are left out of it.
         before: tokens that the answer continues, so that a space at its beginning stays; none if it stands by itself.
     """
 
     def __init__(
-        self, tokenizer: Any, parser: Any = None, stops: Sequence[str] = (), before: Sequence[int] = ()
+        self, tokenizer: Any, markup: Markup | None = None, stops: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        self._tokenizer, self._parser, self._plain = tokenizer, parser, parser is None
+        self._tokenizer, self._markup = tokenizer, markup
         self._stream = self._new_stream(before)
         # tokens whose text is not known yet, and characters of those before
         self._pending: list[int] = []
@@ -78,7 +75,7 @@ class Transcript:
 
     def begin(self) -> list[Any]:
         """Returns the pieces that are known before the first token."""
-        return [] if self._parser is None else self._parsed(lambda: self._parser.initial_events, "")
+        return [] if self._markup is None else self._markup.begin()
 
     @property
     def stopped(self) -> bool:
@@ -112,34 +109,23 @@ class Transcript:
             # the stream keeps what may be the beginning of a character
             pieces = self._pieces(self._stops.feed(self._decode(self._pending)))
             pieces += self._pieces(self._stops.flush())
-        if self._parser is not None:
-            pieces += self._parsed(lambda: self._parser.finalize()[1], "")
+        if self._markup is not None:
+            pieces += self._markup.end()
         return pieces
 
     def _new_stream(self, before: Sequence[int]) -> DecodeStream:
         """Returns a stream that continues the last of the tokens `before` that are whole characters."""
         parts = (list(before[-size:]) for size in SEED_TOKENS if len(before))
         seed = next((part for part in parts if (text := self._decode(part)) and NO_CHARACTER not in text), [])
-        return DecodeStream(seed, skip_special_tokens=self._plain)
+        return DecodeStream(seed, skip_special_tokens=self._markup is None)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._plain)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._markup is None)
 
     def _pieces(self, text: str) -> list[Any]:
         if not text:
             return []
-        if self._parser is None:
-            return [text]
-        return self._parsed(lambda: self._parser.feed(text), text)
-
-    def _parsed(self, events: Callable[[], list[Any]], text: str) -> list[Any]:
-        """Pieces of the parser's events; a model may write calls that are none, and then its text is said as it is."""
-        try:
-            return response_events_to_chunks(events())
-        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            _logger.warning("an answer is not as its template says: %s", error)
-            self._parser = None
-            return [text] if text else []
+        return [text] if self._markup is None else self._markup.feed(text)
 
 
 def joined(pieces: Iterable[Any], kind: type) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+from transformers.utils.chat_parsing import ResponseParser
 
 from hf_diffkv import DiffKVConfig, PrefixStore
 from hf_diffkv.running.models import TINY_LM
@@ -52,6 +53,14 @@ def tokenizer() -> Any:
 @functools.cache
 def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
+
+
+def markup(calls: bool = True) -> Any:
+    """Returns a `Markup` of `RESPONSE_TEMPLATE`."""
+    from hf_diffkv_serving.server.markup import Markup
+
+    parser = functools.partial(ResponseParser, RESPONSE_TEMPLATE, prefix="")
+    return Markup(parser(), parser, tokenizer().all_special_tokens, calls)
 
 
 def expected(prompt: str, new: int) -> str:

@@ -23,17 +23,20 @@ from hf_diffkv_serving.server.text import Transcript
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from serving_app import RESPONSE_TEMPLATE, tokenizer
-from transformers.utils.chat_parsing import ResponseParser
+from serving_app import markup, tokenizer
 
 TEXT = '<why>It is[{"name": "height", "arguments": {"tree": "oak"}}][{"name": "age", "arguments": {}}]'
 CALLS = [("height", '{"tree": "oak"}'), ("age", "{}")]
-SERVED: Any = Served("tiny", None, SimpleNamespace(tokenizer=tokenizer(), usual=Sampling()))
+SERVED: Any = Served(
+    "tiny",
+    None,
+    SimpleNamespace(tokenizer=tokenizer(), usual=Sampling(), sampling=Sampling(), keeps_prefixes=False),
+)
 
 
 def run_of(text: str, reason: str) -> Run:
     """A run with the steps of a model that says `text`, a token at a time."""
-    transcript = Transcript(tokenizer(), ResponseParser(RESPONSE_TEMPLATE, prefix=""))
+    transcript = Transcript(tokenizer(), markup())
     run, ids = Run(prompt_tokens=3), tokenizer()(text).input_ids
     run.open = {0}
     run.steps.put_nowait((0, Step(transcript.begin())))
@@ -62,6 +65,14 @@ def events(answer: Answer, text: str, reason: str) -> list[Any]:
 
 def chat(**fields: Any) -> ChatAnswer:
     return ChatAnswer(SERVED, ChatBody(messages=[{"role": "user", "content": "a"}], **fields), "1")
+
+
+def test_tools_are_called_where_they_are_given() -> None:
+    function = {"name": "height", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    for fields, calls in (({}, False), ({"tools": tools}, True), ({"tools": tools, "tool_choice": "none"}, False)):
+        assert chat(**fields).asked().calls is calls
+        assert ResponseAnswer(SERVED, ResponseBody(input="a", **fields), "1").asked().calls is calls
 
 
 def test_a_chat_with_calls() -> None:

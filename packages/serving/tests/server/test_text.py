@@ -12,10 +12,9 @@ pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)
 
 from hf_diffkv_serving.server.parts import ReasoningText, ToolCall
 from hf_diffkv_serving.server.text import StopStrings, Transcript, joined
-from serving_app import RESPONSE_TEMPLATE, tokenizer
+from serving_app import markup, tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_parsing import ResponseParser
 
 LETTERS = st.text("ab", max_size=12)
 CALL = '[{"name": "height", "arguments": {"tree": "oak"}}]'
@@ -107,7 +106,7 @@ def test_bytes_that_are_no_character_are_replaced() -> None:
 
 def parsed(text: str, **options: Any) -> list[Any]:
     ids = tokenizer()(text).input_ids
-    return say(Transcript(tokenizer(), ResponseParser(RESPONSE_TEMPLATE, prefix=""), **options), ids)
+    return say(Transcript(tokenizer(), markup(), **options), ids)
 
 
 def test_thoughts_and_calls() -> None:
@@ -120,7 +119,23 @@ def test_thoughts_and_calls() -> None:
     assert joined(pieces, ReasoningText) == "wh" and joined(pieces, str) == ""
 
 
-@pytest.mark.parametrize("text", ["so [no call]", 'so [{"name": 5}]', "so [1]", 'so [{"name": "a"'])
-def test_calls_that_are_none_do_no_harm(text: str) -> None:
-    pieces = parsed(text)
-    assert joined(pieces, str).startswith("so ") and not any(isinstance(piece, ToolCall) for piece in pieces)
+def test_calls_are_text_where_none_may_be_made() -> None:
+    ids = tokenizer()(f"<why>so {CALL} it is").input_ids
+    pieces = say(Transcript(tokenizer(), markup(calls=False)), ids)
+    assert joined(pieces, ReasoningText) == "why" and joined(pieces, str) == f"so {CALL} it is"
+    assert not any(isinstance(piece, ToolCall) for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["so [no call]", 'so [{"name": 5}]', "so [1]", 'so [{"name": "a"', "<why>[{]", '[{"name": 5, "arguments": {}}]'],
+)
+def test_calls_that_are_none_are_said(text: str) -> None:
+    end = tokenizer().eos_token
+    for ending in ("", end):
+        pieces = parsed(text + ending)
+        assert not any(isinstance(piece, ToolCall) for piece in pieces)
+        assert joined(pieces, str) == text.removeprefix("<why>")
+    # those behind it are found
+    pieces = parsed(f"{text.removesuffix(']')}] and {CALL[1:-1].join('[]')} too{end}")
+    assert ToolCall("height", '{"tree": "oak"}') in pieces and joined(pieces, str).endswith("] and  too")

@@ -1,0 +1,34 @@
+"""Writes files that are whole: a full disk or a stopped process leaves what was there before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields the path of a new file, which replaces `path` if the block ends without an error."""
+    path = Path(path)
+    # processes may write the same file at the same time
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: Mapping[str, Any], path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file. Raises `OSError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        with replacing(path) as new:
+            save_file(dict(tensors), new, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
