@@ -47,7 +47,7 @@ def logit_errors(query: Tensor, keys: Tensor, centre: Tensor) -> Tensor:
     Args:
         query: queries, [heads, queries, dim].
         keys: keys, [heads, tokens, dim].
-        centre: what is subtracted first, as `keys`, or a zero.
+        centre: centre to subtract first, as `keys`, or a zero.
     """
     rest = keys - centre
     rest = rest - rest.mean(1, keepdim=True)

@@ -82,7 +82,7 @@ def _widths(model: Any) -> list[int]:
 def test_a_run_in_batches_continues(
     measuring: ModuleType, tiny_lm: Any, code: Any, cases: list[Any], tmp_path: Path
 ) -> None:
-    """What is done is not run again, and a method that fails gets a line for each case."""
+    """Later runs leave out what is done."""
     records, methods = measuring.Records(tmp_path), [get_method("dense"), get_method("diffkv")]
     measuring.measure(tiny_lm, code, methods, cases[:1], records, quiet=True)
     measuring.measure(tiny_lm, code, methods, cases, records, batch=4, quiet=True)

@@ -179,7 +179,7 @@ class Generator:
         return name
 
     def limit_to(self, max_bytes: int | str | None) -> None:
-        """Gives all caches a budget, in bytes or as a share such as "80%" of what is free; None takes it away."""
+        """Gives all caches a budget, in bytes or as a share such as "80%" of what is free; None leaves each its own."""
         self._max_bytes = max_bytes
 
     def prepare(self, entered: Entered) -> Request:
@@ -205,7 +205,7 @@ class Generator:
                 f"takes {self.limit:,} together; shorten the prompt or lower tokens."
             )
         prompt = torch.tensor([ids], device=self.model.device)
-        config = replace(entered.config, max_bytes=self._max_bytes)
+        config = entered.config if self._max_bytes is None else replace(entered.config, max_bytes=self._max_bytes)
         return Request(prompt, pieces, entered.max_new_tokens, config)
 
     def run(self, task: Request) -> Steps:
