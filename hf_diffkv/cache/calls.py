@@ -14,7 +14,7 @@ from ..compat import cache_argument, text_length
 from .diffkv_cache import DiffKVCache
 from .errors import CacheNotUsedError
 from .turns import module_frames
-from .usage import in_use
+from .usage import CacheInUseError, in_use
 
 _thread = threading.local()
 
@@ -92,6 +92,7 @@ class Call:
 
         Raises:
             CacheNotUsedError: the model would use another cache or none, and the text cannot be recomputed.
+            CacheInUseError: the cache has been emptied since the last forward.
             ValueError: `input_ids` differ from the tokens that the cache holds.
         """
         cache, dropped = self.cache, False
@@ -104,6 +105,10 @@ class Call:
             )
         if given is None:
             dropped = self._drops_it(cache, input_ids, arguments)
+        elif self._checked and not cache.get_seq_length():
+            raise CacheInUseError(
+                "the cache was emptied while generate() uses it; call cache.reset() when the call has returned."
+            )
         self._before = cache.get_seq_length()
         return dropped
 

@@ -372,10 +372,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
-            if isinstance(layer, DynamicLayer):
-                # up to Transformers 5.17 these layers keep their old keys, as zeros in front of the new ones
-                layer.keys = layer.values = None
-                layer.is_initialized = False
+        self._empty_other_layers()
         self.stores.clear()
         self.held_tokens.clear()
 
@@ -438,7 +435,17 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             # empty layers of Transformers' own cannot be cropped
             elif seen and (tokens_to_remove < 0 or getattr(layer, "record_past", True)):
                 layer.crop(tokens_to_remove)
+        if seen and not self.get_seq_length():
+            self._empty_other_layers()
         self.held_tokens.crop(seen, -tokens_to_remove)
+
+    def _empty_other_layers(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                # up to Transformers 5.17 these layers keep their old keys, as zeros in front of the new ones; emptied
+                # ones keep the size of their batch
+                layer.keys = layer.values = None
+                layer.is_initialized = False
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")

@@ -81,7 +81,7 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
         return {}
     if isinstance(cache_config, (DiffKVConfig, str)):
         return {"config": cache_config}
-    if not isinstance(cache_config, Mapping):
+    if not isinstance(cache_config, Mapping) or not all(isinstance(name, str) for name in cache_config):
         raise ValueError(
             f"cache_config={cache_config!r} must be a dict of DiffKVConfig fields, a DiffKVConfig, or a preset's name."
         )

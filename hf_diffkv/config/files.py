@@ -70,7 +70,7 @@ def _changes_nothing(name: str, value: Any) -> bool:
 
 def as_folder(name: str, given: Any) -> Path:
     """Returns `given` as a path. Raises `ValueError`, which contains `name`, unless it is one."""
-    if not isinstance(given, (str, os.PathLike)):
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise ValueError(f"{name}={given!r} must be the path of a folder.")
     return Path(given)
 

@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.errors import HandOverError
+from hf_diffkv.compat import passing
 from hf_diffkv.store import rollback
 
 LENGTHS = (90, 33, 1, 64)
@@ -118,6 +119,24 @@ def test_crop_zero_without_recording_changes_nothing(name: str) -> None:
     assert torch.equal(run.steps(tokens(4, 3)), other.steps(tokens(4, 3)))
     run.crop(0)
     assert torch.equal(run.feed(tokens(4, 7)), other.feed(tokens(4, 7)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_rows_of_a_cache_that_was_cropped_to_nothing(name: str) -> None:
+    """Are selected in all layers, those of Transformers' own included."""
+    model = model_of(name)
+    cache, ids = DiffKVCache(model), tokens(4, 6)
+    model.set_attn_implementation("diffkv")
+    with torch.no_grad():
+        cache.activate_past_recording()
+        model(ids, **passing(cache))
+        cache.crop(-6)
+        cache.batch_select_indices(torch.tensor([0, 1]))
+        cache.stop_recording()
+        found = model(ids[:2], **passing(cache)).logits
+        expected = model(ids[:2], **passing(DiffKVCache(model))).logits
+    torch.testing.assert_close(found, expected)
+    assert cache.get_seq_length() == 6
 
 
 def test_a_full_sliding_window_cannot_be_taken_back() -> None:

@@ -84,3 +84,20 @@ def test_a_call_within_a_call_is_refused(name: str) -> None:
     assert torch.equal(model.generate(tokens, **options, **passing(cache), stopping_criteria=[Within()]), expected)
     assert torch.equal(tried[0][:, :24], expected)
     model.generate(expected, **passing(cache), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_cache_that_is_emptied_within_its_call(name: str) -> None:
+    """Ends the call, as the tokens before are lost."""
+    model, tokens = tiny_model(name, "eager"), torch.arange(3, 23)[None]
+    cache, options = DiffKVCache(model.config), {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [0]}
+
+    class Emptied(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+            cache.reset()
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    with pytest.raises(CacheInUseError, match="was emptied"):
+        model.generate(tokens, **options, **passing(cache), stopping_criteria=[Emptied()])
+    expected = model.generate(tokens, **options, **passing(DiffKVCache(model.config)))
+    assert torch.equal(model.generate(tokens, **options, **passing(cache)), expected)

@@ -172,6 +172,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         lambda to: generate(to.model, cache_implementation="diffkv", cache_config=[1]),
         ("cache_config=[1]", "a dict of DiffKVConfig fields"),
     ),
+    "cache_config with a number as name": (
+        lambda to: generate(to.model, cache_implementation="diffkv", cache_config={1: 2}),
+        ("cache_config={1: 2}", "a dict of DiffKVConfig fields"),
+    ),
     "cache_config of another cache": (
         lambda to: generate(to.model, cache_implementation="diffkv", cache_config={"nbits": 4}),
         ("nbits", "known keys"),
@@ -189,6 +193,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "store of negative size": (lambda to: PrefixStore(to.model, device_bytes=-1), ("device_bytes=-1", "0 or more")),
     "store with a size as text": (lambda to: PrefixStore(to.model, host_bytes="1GB"), ("host_bytes='1GB'", "number")),
     "limit without folder": (lambda to: PrefixStore(to.model, folder_bytes=5), ("folder_bytes", "name the folder")),
+    "folder without a name": (lambda to: PrefixStore(to.model, folder=""), ("folder=''", "path of a folder")),
     "folder that is none": (lambda to: PrefixStore(to.model, folder=5), ("folder=5", "path of a folder")),
     "heads by a text": (lambda to: measure_heads(to.model, "Hello"), ("tokenizer is a str", "pass the tokenizer")),
     "queries by a text": (lambda to: measure_queries(to.model, "Hello"), ("tokenizer is a str", "pass the tokenizer")),
