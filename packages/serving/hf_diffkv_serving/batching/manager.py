@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_diffkv.cache.continuous_batching import check_no_call
 from hf_diffkv.cache.devices import TensorParallel
@@ -22,12 +22,9 @@ from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
 from hf_diffkv.cache.free_memory import budget_of, free_bytes
 from hf_diffkv.cache.registration import cache_fields
 from hf_diffkv.cache.resolve import harm_for, moments_for
-from hf_diffkv.cache.switching import set_attention
-from hf_diffkv.compat import attention_of, can_switch
-from hf_diffkv.import_hook import PAGED_NAME
 
-from .attention import paged_attention
 from .beginnings import check_marks
+from .borrowed_attention import borrow, give_back, give_back_when_dropped
 from .captured_steps import CapturedSteps, captures_steps
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingStatistics
@@ -95,12 +92,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self.prefixes: Any = None
         # whether its thread was started from here
         self._moving = False
-        # the base would switch back while its loop may still be running
-        self._attention: str | None = None
+        # the base would switch the attention back while its loop may still be running
         self._stopping = False
         # of the requests under way
         self.records = Records()
         self.model = model
+        give_back_when_dropped(model, self)
         options = _checked_options(continuous_batching_config)
         self._may_capture = continuous_batching_config.use_cuda_graph is not False
         scheduler_class(options.scheduler_type)
@@ -117,19 +114,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Switches `model` to the packed attention, and notes what it had.
+        """Switches `model` to the packed attention.
 
         Raises:
             ModelInUseError: a `generate()` call needs another attention of it.
         """
         check_no_call(model)
-        current = attention_of(model.config.get_text_config(decoder=True))
-        if current != PAGED_NAME:
-            if not can_switch(model):
-                raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
-            AttentionInterface.register(PAGED_NAME, paged_attention)
-            set_attention(model, PAGED_NAME)
-            self._attention = current
+        borrow(model, self)
         self._take_over()
         self._stopping = False
 
@@ -157,9 +148,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
     def _restore_attention(self) -> None:
         for module in self._modules:
             module.give_back()
-        name, self._attention = self._attention, None
-        if name is not None:
-            set_attention(self.model, name)
+        give_back(self.model, self)
 
     def warmup(self) -> None:
         """Warms up, and restores the model's attention if that fails."""
