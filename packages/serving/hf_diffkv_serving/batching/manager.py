@@ -139,9 +139,19 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         return bool(self._modules)
 
     def start(self) -> None:
-        """Starts the manager, also again after a `stop`."""
+        """Starts the manager, also again after a `stop`.
+
+        Raises:
+            MemoryError: the budget, a share of what is free, holds no request any more.
+        """
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
+            try:
+                # requests may be added from here on, and ask for room
+                self._cache = self._cache or self._make_cache()
+            except BaseException:
+                self._restore_attention()
+                raise
         self._start_moving()
         super().start()
 

@@ -206,3 +206,15 @@ def test_an_engine_that_is_stopped_takes_nothing(model: PreTrainedModel) -> None
         pass
     with pytest.raises(RuntimeError, match="stop"):
         manager.submit([1], "a", Sampling(), max_new_tokens=1)
+
+
+def test_an_engine_that_starts_again_takes_requests_at_once(model: PreTrainedModel) -> None:
+    with running(model) as manager:
+        pass
+    manager.start()
+    try:
+        assert manager.check_request(5, None) == manager.memory().longest - 4
+        manager.submit([1], "a", Sampling(), max_new_tokens=2)
+        assert len(manager.get_result(timeout=60).generated_tokens) == 2
+    finally:
+        manager.stop()
