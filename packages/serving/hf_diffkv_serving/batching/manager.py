@@ -213,14 +213,16 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         if request_id is not None:
-            record = self.records.open(request_id, len(input_ids))
-            record.boundaries = marks
+            record = self.records.open(request_id, len(input_ids), marks)
             if found is not None:
                 found.append(record)
         options = (request_id, max_new_tokens, streaming, record_timestamps, eos_token_id)
-        added = super().add_request(input_ids, *options, **logit_processor_kwargs)
-        if added is None and request_id is not None:
-            self.records.close(request_id, "error")
+        added = None
+        try:
+            added = super().add_request(input_ids, *options, **logit_processor_kwargs)
+        finally:
+            if added is None and request_id is not None:
+                self.records.close(request_id, "error")
         return added
 
     def submit(
@@ -256,8 +258,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise RuntimeError(reason or "the manager is stopped; start it before adding requests.")
         fields = {"max_new_tokens": max_new_tokens, "logit_processor_kwargs": {"sampling": sampling}, **options}
         state = RequestState(request_id, list(input_ids), **fields)
-        records = [self.records.open(request_id, len(input_ids))]
-        records[0].boundaries = marks
+        records = [self.records.open(request_id, len(input_ids), marks)]
         records += [self.records.open(name, 0) for name in children(request_id, state.num_children)]
         try:
             self.input_queue.put_nowait(state)
