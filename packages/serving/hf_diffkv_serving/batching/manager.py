@@ -41,7 +41,7 @@ from .linear_states import LinearStates
 from .memory import ServingMemory
 from .ranks import Ranks
 from .records import Records, RequestRecord, brought
-from .sampling import Sampling, add_sampler
+from .sampling import Sampling, add_sampler, check_logprobs
 from .servable import check_servable, model_layers
 from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
@@ -204,9 +204,10 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 computed in parts that end there.
 
         Raises:
-            ValueError: a boundary that is not within the prompt.
+            ValueError: a boundary that is not within the prompt, or a sampling beside `return_logprobs`.
         """
         marks = check_marks(boundaries, len(input_ids))
+        check_logprobs(logit_processor_kwargs.get("sampling"), self.continuous_batching_config.return_logprobs)
         found = brought.get()
         if request_id is None and marks:
             with self._request_lock:
@@ -250,9 +251,10 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         Raises:
             RuntimeError: the engine is stopped or failed.
             queue.Full: `max_queue_size` requests have not reached the engine yet.
-            ValueError: a boundary that is not within the prompt.
+            ValueError: a boundary that is not within the prompt, or a sampling beside `return_logprobs`.
         """
         marks = check_marks(boundaries, len(input_ids))
+        check_logprobs(sampling, self.continuous_batching_config.return_logprobs)
         reason = self.background_thread_status.can_accept_new_requests()
         if reason is not None or self._cache is None:
             raise RuntimeError(reason or "the manager is stopped; start it before adding requests.")
