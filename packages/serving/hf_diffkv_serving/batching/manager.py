@@ -388,6 +388,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             )
         return Ranks(replace(parallel, group=helper.cpu_comm_group))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
         text_config = self.model.config.get_text_config(decoder=True)
@@ -402,9 +404,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         states = LinearStates(self._states) if self._states else None
         others = [other for other in (windows, states) if other is not None]
         sizes = (options.max_requests_per_batch, self._longest, budget, others)
-        with torch.inference_mode(False), torch.no_grad():
-            harm = harm_for(self.model, self._config, len(full)) if lowers(self._config) else None
-            slots = make_slots(self._config, self._shape, len(full), *sizes, harm)
+        harm = harm_for(self.model, self._config, len(full)) if lowers(self._config) else None
+        slots = make_slots(self._config, self._shape, len(full), *sizes, harm)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
         moments = moments_for(self.model, self._config)
         if moments is not None:
