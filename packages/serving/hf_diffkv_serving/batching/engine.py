@@ -172,12 +172,20 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         # forks that are still to come are waited for as well
         names = children(state.request_id, state.num_children)
         state.num_children = 0
+        self._fail(error, state)
+        for name in names:
+            self._fail(error, RequestState(name, state.initial_tokens))
+
+    def _fail(self, error: Exception, state: RequestState) -> None:
+        """Fails a request. Another one of its name goes on and keeps its text to itself."""
+        waiting = self.scheduler.waiting_requests.get(state.request_id)
+        known = self.scheduler.active_requests.get(state.request_id, waiting)
+        if known is not None and known is not state:
+            self.output_router.fail_and_deliver(state, error)
+            return
         self.scheduler.records.close(state.request_id, "error")
         self.cache.beginnings.remove(state.request_id)
         super()._handle_request_error(error, state)
-        for name in names:
-            super()._handle_request_error(error, RequestState(name, state.initial_tokens))
-            self.scheduler.records.close(name, "error")
 
     def update_batch(self) -> None:
         """Hands out the new tokens of the forward that has just run."""

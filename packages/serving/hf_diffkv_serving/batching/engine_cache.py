@@ -312,9 +312,9 @@ class ContinuousCache(PackedCache):
                 self.slots.load(slot, cache.stores.all, len(prompt_ids), twin)
             except NO_MEMORY as error:
                 _logger.info("request %s cannot begin with a prefix that is kept: %s", request_id, error)
-                # it waits for pages of its own, once
-                self._no_room = request_id not in self._differs
                 self.free_blocks(request_id)
+                # it waits for pages of its own, once, if there is anyone to give them back
+                self._no_room = bool(self._slot_of) and request_id not in self._differs
                 self._differs.add(request_id)
                 return 0
             if self.sliding is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_diffkv.cache.continuous_batching import check_no_call
 from hf_diffkv.cache.devices import TensorParallel
@@ -22,12 +22,9 @@ from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
 from hf_diffkv.cache.free_memory import budget_of, free_bytes
 from hf_diffkv.cache.registration import cache_fields
 from hf_diffkv.cache.resolve import harm_for, moments_for
-from hf_diffkv.cache.switching import set_attention
-from hf_diffkv.compat import attention_of, can_switch
-from hf_diffkv.import_hook import PAGED_NAME
 
-from .attention import paged_attention
 from .beginnings import check_marks
+from .borrowed_attention import borrow, give_back, give_back_when_dropped
 from .captured_steps import CapturedSteps, captures_steps
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingStatistics
@@ -44,7 +41,7 @@ from .linear_states import LinearStates
 from .memory import ServingMemory
 from .ranks import Ranks
 from .records import Records, RequestRecord, brought
-from .sampling import Sampling, add_sampler
+from .sampling import Sampling, add_sampler, check_logprobs
 from .servable import check_servable, model_layers
 from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
@@ -95,12 +92,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self.prefixes: Any = None
         # whether its thread was started from here
         self._moving = False
-        # the base would switch back while its loop may still be running
-        self._attention: str | None = None
+        # the base would switch the attention back while its loop may still be running
         self._stopping = False
         # of the requests under way
         self.records = Records()
         self.model = model
+        give_back_when_dropped(model, self)
         options = _checked_options(continuous_batching_config)
         self._may_capture = continuous_batching_config.use_cuda_graph is not False
         scheduler_class(options.scheduler_type)
@@ -117,19 +114,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Switches `model` to the packed attention, and notes what it had.
+        """Switches `model` to the packed attention.
 
         Raises:
             ModelInUseError: a `generate()` call needs another attention of it.
         """
         check_no_call(model)
-        current = attention_of(model.config.get_text_config(decoder=True))
-        if current != PAGED_NAME:
-            if not can_switch(model):
-                raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
-            AttentionInterface.register(PAGED_NAME, paged_attention)
-            set_attention(model, PAGED_NAME)
-            self._attention = current
+        borrow(model, self)
         self._take_over()
         self._stopping = False
 
@@ -148,18 +139,26 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         return bool(self._modules)
 
     def start(self) -> None:
-        """Starts the manager, also again after a `stop`."""
+        """Starts the manager, also again after a `stop`.
+
+        Raises:
+            MemoryError: the budget, a share of what is free, holds no request any more.
+        """
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
+            try:
+                # requests may be added from here on, and ask for room
+                self._cache = self._cache or self._make_cache()
+            except BaseException:
+                self._restore_attention()
+                raise
         self._start_moving()
         super().start()
 
     def _restore_attention(self) -> None:
         for module in self._modules:
             module.give_back()
-        name, self._attention = self._attention, None
-        if name is not None:
-            set_attention(self.model, name)
+        give_back(self.model, self)
 
     def warmup(self) -> None:
         """Warms up, and restores the model's attention if that fails."""
@@ -205,23 +204,26 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 computed in parts that end there.
 
         Raises:
-            ValueError: a boundary that is not within the prompt.
+            ValueError: a boundary that is not within the prompt, or a sampling beside `return_logprobs`.
         """
         marks = check_marks(boundaries, len(input_ids))
+        check_logprobs(logit_processor_kwargs.get("sampling"), self.continuous_batching_config.return_logprobs)
         found = brought.get()
         if request_id is None and marks:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         if request_id is not None:
-            record = self.records.open(request_id, len(input_ids))
-            record.boundaries = marks
+            record = self.records.open(request_id, len(input_ids), marks)
             if found is not None:
                 found.append(record)
         options = (request_id, max_new_tokens, streaming, record_timestamps, eos_token_id)
-        added = super().add_request(input_ids, *options, **logit_processor_kwargs)
-        if added is None and request_id is not None:
-            self.records.close(request_id, "error")
+        added = None
+        try:
+            added = super().add_request(input_ids, *options, **logit_processor_kwargs)
+        finally:
+            if added is None and request_id is not None:
+                self.records.close(request_id, "error")
         return added
 
     def submit(
@@ -249,16 +251,16 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         Raises:
             RuntimeError: the engine is stopped or failed.
             queue.Full: `max_queue_size` requests have not reached the engine yet.
-            ValueError: a boundary that is not within the prompt.
+            ValueError: a boundary that is not within the prompt, or a sampling beside `return_logprobs`.
         """
         marks = check_marks(boundaries, len(input_ids))
+        check_logprobs(sampling, self.continuous_batching_config.return_logprobs)
         reason = self.background_thread_status.can_accept_new_requests()
         if reason is not None or self._cache is None:
             raise RuntimeError(reason or "the manager is stopped; start it before adding requests.")
         fields = {"max_new_tokens": max_new_tokens, "logit_processor_kwargs": {"sampling": sampling}, **options}
         state = RequestState(request_id, list(input_ids), **fields)
-        records = [self.records.open(request_id, len(input_ids))]
-        records[0].boundaries = marks
+        records = [self.records.open(request_id, len(input_ids), marks)]
         records += [self.records.open(name, 0) for name in children(request_id, state.num_children)]
         try:
             self.input_queue.put_nowait(state)
@@ -386,6 +388,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             )
         return Ranks(replace(parallel, group=helper.cpu_comm_group))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
         text_config = self.model.config.get_text_config(decoder=True)
@@ -400,9 +404,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         states = LinearStates(self._states) if self._states else None
         others = [other for other in (windows, states) if other is not None]
         sizes = (options.max_requests_per_batch, self._longest, budget, others)
-        with torch.inference_mode(False), torch.no_grad():
-            harm = harm_for(self.model, self._config, len(full)) if lowers(self._config) else None
-            slots = make_slots(self._config, self._shape, len(full), *sizes, harm)
+        harm = harm_for(self.model, self._config, len(full)) if lowers(self._config) else None
+        slots = make_slots(self._config, self._shape, len(full), *sizes, harm)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
         moments = moments_for(self.model, self._config)
         if moments is not None:

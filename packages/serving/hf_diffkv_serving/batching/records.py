@@ -51,11 +51,11 @@ class Records:
         self.ended: Callable[[RequestRecord], None] | None = None
         self._open: dict[str, RequestRecord] = {}
 
-    def open(self, request_id: str, prompt_tokens: int) -> RequestRecord:
+    def open(self, request_id: str, prompt_tokens: int, boundaries: tuple[int, ...] = ()) -> RequestRecord:
         """The record of a request that is added; the same one again where it is under way."""
         record = self._open.get(request_id)
         if record is None:
-            record = self._open[request_id] = RequestRecord(request_id, prompt_tokens)
+            record = self._open[request_id] = RequestRecord(request_id, prompt_tokens, boundaries)
         return record
 
     def get(self, request_id: str) -> RequestRecord | None:

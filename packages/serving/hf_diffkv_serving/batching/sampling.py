@@ -97,6 +97,15 @@ def add_sampler(processors: ContinuousBatchingLogitsProcessorList, draws: bool) 
     processors.do_processing = True
 
 
+def check_logprobs(sampling: Sampling | None, return_logprobs: bool) -> None:
+    """Raises `ValueError` if the engine is to return logprobs of tokens that a `Sampling` chooses."""
+    if return_logprobs and sampling is not None:
+        raise ValueError(
+            "sampling does not go with return_logprobs, which knows the engine's own choices alone; leave "
+            "return_logprobs out and set top_logprobs of the sampling."
+        )
+
+
 class RequestSampler(ContinuousBatchingLogitsProcessor):
     """Chooses tokens of the requests that have a `Sampling`; those without are left to the engine.
 

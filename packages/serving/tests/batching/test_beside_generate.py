@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -114,3 +115,33 @@ def test_batching_waits_for_a_running_call(model: PreTrainedModel) -> None:
         thread.join(60)
     assert said == [wanted]
     assert expected(model, IDS, NEW) == next(iter(model.generate_batch([IDS], STOCK).values())).generated_tokens
+
+
+def test_a_manager_that_is_dropped_gives_the_model_back(model: PreTrainedModel) -> None:
+    said, attention = expected(model, IDS, NEW), model.config._attn_implementation
+    dropped = model.init_continuous_batching(CONFIGS["ours"], chunks())
+    other = model.init_continuous_batching(CONFIGS["ours"], chunks())
+    del dropped
+    gc.collect()
+    other.start()
+    assert other.get_result(other.add_request(IDS), timeout=60).generated_tokens == said
+    other.stop()
+    assert model.config._attn_implementation == attention and expected(model, IDS, NEW) == said
+    del other
+    dropped = model.init_continuous_batching(CONFIGS["ours"], chunks())
+    del dropped
+    gc.collect()
+    assert model.config._attn_implementation == attention and expected(model, IDS, NEW) == said
+
+
+def test_a_manager_that_never_ran_leaves_the_model_to_another(model: PreTrainedModel) -> None:
+    said, attention = expected(model, IDS, NEW), model.config._attn_implementation
+    idle, manager = (model.init_continuous_batching(CONFIGS["ours"], chunks()) for _ in range(2))
+    manager.start()
+    name = manager.add_request(IDS, streaming=True)
+    manager.get_result(name, timeout=60)
+    idle.stop()
+    output = list(manager.request_id_iter(name))[-1]
+    manager.stop()
+    assert output.error is None and output.generated_tokens == said
+    assert model.config._attn_implementation == attention

@@ -394,6 +394,20 @@ def test_a_manager_is_used_again(model: PreTrainedModel) -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_manager_made_in_inference_mode_is_used_outside_too(name: str) -> None:
+    model = tiny_model(name)
+    (ids,) = prompts((60,))
+    want = expected(model, ids)
+    with torch.inference_mode():
+        manager = serve(model, request_config(LOSSLESS))
+    for _ in range(2):
+        assert collect(manager, {manager.add_request(ids)}).popitem()[1].generated_tokens == want
+        manager.stop()
+        manager.start()
+    manager.stop()
+
+
 def test_a_share_of_free_memory_is_the_budget(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuous, "free_bytes", lambda device: 2_000_000)
     config = request_config(LOSSLESS, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -153,3 +154,34 @@ def test_what_is_held_now_and_at_most(started: Callable, monkeypatch: pytest.Mon
     found = manager.memory()
     assert found.held_bytes < beside() + max(pages) / 10
     assert found.peak_bytes >= max(pages) + beside()
+
+
+def test_a_name_that_is_taken_changes_nothing_of_the_first(model: PreTrainedModel, started: Callable) -> None:
+    ids, other = prompts((150, 9))
+    said = expected(model, ids, LONG)
+    manager = started(prefixes=PrefixStore(model, LOSSLESS))
+    ended = Ended(manager)
+    manager.add_request(ids, request_id="a", max_new_tokens=LONG, boundaries=[100], streaming=True)
+    manager.get_result(timeout=60)
+    manager.add_request(other, request_id="a", max_new_tokens=1)
+    results = [manager.get_result(timeout=60)]
+    while results[-1].status.name != "FINISHED":
+        results.append(manager.get_result(timeout=60))
+    (refused,) = [result for result in results if result.error is not None]
+    assert "belongs to a request" in refused.error and refused.generated_tokens == []
+    record = ended.wait("a")
+    assert record.finish_reason == "length" and record.generated_tokens == LONG and record.boundaries == (100,)
+    assert results[-1].generated_tokens == said
+
+
+def test_a_full_queue_keeps_no_record(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = model.init_continuous_batching(request_config(LOSSLESS), chunks())
+
+    def full(*args: Any, **options: Any) -> None:
+        raise queue.Full
+
+    monkeypatch.setattr(manager.input_queue, "put", full)
+    with pytest.raises(queue.Full):
+        manager.add_request([1, 2], request_id="a")
+    assert manager.records.get("a") is None
+    manager.stop()

@@ -206,3 +206,25 @@ def test_an_engine_that_is_stopped_takes_nothing(model: PreTrainedModel) -> None
         pass
     with pytest.raises(RuntimeError, match="stop"):
         manager.submit([1], "a", Sampling(), max_new_tokens=1)
+
+
+def test_an_engine_that_starts_again_takes_requests_at_once(model: PreTrainedModel) -> None:
+    with running(model) as manager:
+        pass
+    manager.start()
+    try:
+        assert manager.check_request(5, None) == manager.memory().longest - 4
+        manager.submit([1], "a", Sampling(), max_new_tokens=2)
+        assert len(manager.get_result(timeout=60).generated_tokens) == 2
+    finally:
+        manager.stop()
+
+
+def test_logprobs_of_the_engine_are_refused_beside_a_sampling(model: PreTrainedModel) -> None:
+    manager = model.init_continuous_batching(request_config(LOSSLESS), chunks(return_logprobs=True))
+    with pytest.raises(ValueError, match="top_logprobs"):
+        manager.add_request([1, 2], sampling=Sampling(temperature=1.0))
+    with pytest.raises(ValueError, match="top_logprobs"):
+        manager.submit([1, 2], "a", Sampling(top_logprobs=1), max_new_tokens=1)
+    assert manager.waiting == 0
+    manager.stop()

@@ -241,6 +241,23 @@ def test_prefixes_keep_their_rung(rungs: str, model: PreTrainedModel, watch: Run
     watch.assert_nothing_left()
 
 
+def test_a_prefix_without_room_is_computed_by_one_alone(model: PreTrainedModel, watch: RungWatch) -> None:
+    """A kept prefix is precise, with which the longest request has no room; nobody else gives pages back."""
+    store = PrefixStore(model, rung_config(NAMED), device_bytes=1 << 20)
+    manager = model.init_continuous_batching(request_config(NAMED, 100_000), chunks(1024))
+    ids = prompts((manager.memory().longest - 4,))[0]
+    manager.stop()
+    assert store.prefill(ids[:200])
+    manager.use_prefixes(store)
+    manager.start()
+    manager.add_request(ids, request_id="alone", max_new_tokens=5)
+    done = collect(manager, {"alone"})["alone"]
+    manager.stop()
+    assert done.error is None and len(done.generated_tokens) == 5
+    assert max(watch.bytes) <= 100_000
+    watch.assert_nothing_left()
+
+
 @pytest.mark.parametrize("rungs", RUNGS)
 def test_shared_beginnings_keep_their_pages(rungs: str, model: PreTrainedModel, watch: RungWatch) -> None:
     """Requests that begin alike share pages in every part, are not lowered there, and say what they would alone."""
