@@ -96,10 +96,11 @@ def check_precisions(config: Any) -> None:
     layers = config.head_precisions or ()
     used = [("high", config.high), ("low", config.low)]
     used += [("head_precisions", each) for layer in layers for each in layer or () if each is not None]
+    used += [("until_full", config.until_full)] if isinstance(config.until_full, Precision) else []
     known = ", ".join(reversed(LATENT_LADDER))
     for name, precision in used:
         if precision.k_bits < LEAST_KEY_BITS:
             raise ValueError(
                 f"{name}={precision.full_name}: this model caches latents, whose rotary keys need at least "
-                f"{LEAST_KEY_BITS} bits; give high and low as 'K8V8' or another of {known}, or leave them out."
+                f"{LEAST_KEY_BITS} bits; give every precision as 'K8V8' or another of {known}, or leave them out."
             )

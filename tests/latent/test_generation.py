@@ -197,7 +197,10 @@ def test_gradients_are_refused(model: PreTrainedModel) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("fields", [{"high": "K5V4"}, {"high": "K8V4", "low": "K4V4"}, {"preset": None}])
+UNTIL_FULL = {"high": "K8V1", "low": "K8V1", "alpha_high": 0.0, "max_bytes": "1MB", "until_full": "K6V4"}
+
+
+@pytest.mark.parametrize("fields", [{"high": "K5V4"}, {"high": "K8V4", "low": "K4V4"}, UNTIL_FULL, {"preset": None}])
 def test_rotary_keys_of_few_bits_are_refused(model: PreTrainedModel, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="rotary keys need at least 8 bits"):
         if "preset" in fields:

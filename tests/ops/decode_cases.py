@@ -196,6 +196,17 @@ class DecodeTests:
     def test_a_window_that_is_empty(self) -> None:
         self.Case([40, 3], [0, 9], [0, 2]).check()
 
+    def test_logits_far_below_zero(self) -> None:
+        """Even where the host expects tokens in a tier that has none."""
+
+        class Positive(self.Case):
+            def draw(self, *shape: int) -> Tensor:
+                return super().draw(*shape).abs()
+
+        case = Positive([5, 0, 17], [9, 33, 0], [1, 4, 5])
+        case.query *= -1000
+        case.check(slack=7)
+
     def test_a_request_that_has_seen_nothing(self) -> None:
         case = self.Case([3, 0], [0, 0], [2, 0])
         case.start[1] = case.length[1] = 0

@@ -251,13 +251,14 @@ class TierAttention:
         partial = weights[self.tiles.full :]
         partial.masked_fill_(absent, -torch.inf)
         peak = weights.amax(-1)
-        peak = torch.where(peak == -torch.inf, 0.0, peak)
+        highest = merged.peak.scatter_reduce(0, row[:, None].expand_as(peak), peak, "amax")
+        # a tile without tokens must not raise the row's peak
+        peak = torch.where(peak == -torch.inf, highest[row], peak)
         weights.sub_(peak[..., None]).clamp_(min=LOWEST_EXPONENT).exp_()
         partial.masked_fill_(absent, 0.0)
         total, output = weights.sum(-1), self._output(weights)
 
         self.peak, self.weights = peak, weights
-        highest = merged.peak.scatter_reduce(0, row[:, None].expand_as(peak), peak, "amax")
         before = torch.exp(merged.peak - highest)
         share = torch.exp(peak - highest[row])
         merged.total = (merged.total * before).index_add_(0, row, total * share)
