@@ -325,16 +325,17 @@ def test_a_stream_gets_its_end_behind_a_slow_forward(served: Callable, monkeypat
     monkeypatch.setattr(under_way, "LAST_EVENTS", 0.2)
 
     async def use(client: Client) -> None:
-        step, go_on = client.engine._generation_step, threading.Event()
+        step, waits, go_on = client.engine._generation_step, threading.Event(), threading.Event()
 
         def slow() -> None:
             step()
             if client.engine.statistics().generated_tokens > 9:
+                waits.set()
                 go_on.wait(PATIENCE)
 
         monkeypatch.setattr(client.engine, "_generation_step", slow)
         stream = client.endless(stream=True)
-        await client.until(lambda: client.engine.statistics().generated_tokens > 9)
+        await client.until(waits.is_set)
         client.served.under_way.end_all()
         await asyncio.sleep(1)
         assert not stream.done()
