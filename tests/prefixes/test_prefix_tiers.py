@@ -137,7 +137,8 @@ def test_moves_between_tiers(rooms: tuple[int, ...], tmp_path: Path, monkeypatch
             for known in raised:
                 known.score -= 1
             if action < 0.9 and ended.get_seq_length():
-                # stored again, or anew if it has gone meanwhile
+                # stored again, or anew if it has gone meanwhile, under one name as by a model that is called directly
+                ended.held_tokens.clear()
                 store.insert(prompt(20), ended)
                 simulation.insert(20)
             del ended
