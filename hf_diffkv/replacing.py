@@ -11,24 +11,30 @@ from typing import Any
 
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields the path of a new file, which replaces `path` if the block ends without an error."""
+    """Yields the path of a new file, which replaces `path` if the block ends without an error.
+
+    Raises:
+        OSError: the file cannot be written, also where safetensors has an error of its own for that.
+    """
     path = Path(path)
     # processes may write the same file at the same time
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield new
         new.replace(path)
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        if isinstance(error, SafetensorError):
+            raise OSError(f"cannot write {path}: {error}") from error
+        raise
     finally:
         new.unlink(missing_ok=True)
 
 
 def save_tensors(tensors: Mapping[str, Any], path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
     """Writes a safetensors file. Raises `OSError`."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
-        with replacing(path) as new:
-            save_file(dict(tensors), new, metadata=metadata)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {path}: {error}") from error
+    with replacing(path) as new:
+        save_file(dict(tensors), new, metadata=metadata)

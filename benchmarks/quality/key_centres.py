@@ -12,16 +12,15 @@ to that with the mean of all keys.
 from __future__ import annotations
 
 import argparse
-import random
 from typing import Any
 
 import torch
 from field_tasks.shared_prompts import read_prompt
 from key_bias import turned_bias
-from long_text import modules
+from long_text import document_of
+from more_levels import quantized
 from torch import Tensor
 
-from hf_diffkv.evaluation.tasks.text import stretches
 from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.running.models import load_config, load_model
 
@@ -32,13 +31,6 @@ STRETCHES = (32, 64, 128, 256, 1024)
 def stretch_means(keys: Tensor, size: int) -> Tensor:
     """Returns each token's mean over the stretch that it is in, [heads, tokens, dim] as `keys`."""
     return torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in keys.split(size, dim=1)], dim=1)
-
-
-def quantised(keys: Tensor) -> Tensor:
-    """Returns keys from the nearest of 2 ** BITS codes between each one's least and greatest element."""
-    low, high = keys.amin(-1, keepdim=True), keys.amax(-1, keepdim=True)
-    step = ((high - low) / (2**BITS - 1)).clamp(min=1e-9)
-    return ((keys - low) / step).round() * step + low
 
 
 def logit_errors(query: Tensor, keys: Tensor, centre: Tensor) -> Tensor:
@@ -53,7 +45,7 @@ def logit_errors(query: Tensor, keys: Tensor, centre: Tensor) -> Tensor:
     rest = rest - rest.mean(1, keepdim=True)
     matrix = rotation_matrix(keys.shape[-1], keys.dtype, keys.device)
     rotated = rest @ matrix
-    error = query @ ((quantised(rotated) - rotated) @ matrix.mT).mT
+    error = query @ ((quantized(rotated, BITS, 1) - rotated) @ matrix.mT).mT
     # what all tokens share changes no probability
     return (error - error.mean(-1, keepdim=True)).square().mean((1, 2))
 
@@ -78,10 +70,7 @@ def measure(name: str, length: int) -> dict[str, float]:
     """Returns the geometric mean of the relative errors over a model's heads, for each centre."""
     _, tokenizer = load_config(name)
     model = load_model(name, quiet=True)
-    pieces = modules()
-    random.Random(0).shuffle(pieces)
-    (document,) = stretches(pieces, tokenizer, 1, length, 1)
-    prompt = read_prompt(model, document.context)
+    prompt = read_prompt(model, document_of("code", tokenizer, 0, length, 1).context)
     layers = [layer_errors(model, prompt, index) for index in sorted(prompt.layers)]
     return {centre: float(torch.cat([layer[centre] for layer in layers]).log().mean().exp()) for centre in layers[0]}
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.methods import get_method
+from hf_diffkv.evaluation.tasks import Document
 from hf_diffkv.evaluation.tasks.text import stretches, texts
 from hf_diffkv.running.models import load_config, load_model
 from hf_diffkv.store import prompt as store_prompt
@@ -44,6 +45,14 @@ def modules() -> list[str]:
 
 
 TEXTS = {"code": modules, "text": texts}
+
+
+def document_of(text: str, tokenizer: Any, seed: int, length: int, further: int) -> Document:
+    """Returns a document of one of `TEXTS` with a context of `length` tokens and `further` behind it."""
+    pieces = TEXTS[text]()
+    random.Random(seed).shuffle(pieces)
+    (document,) = stretches(pieces, tokenizer, 1, length, further)
+    return document
 
 
 @contextmanager
@@ -115,9 +124,7 @@ def run(about: str, measure: Callable[..., Iterator[dict]], default_lengths: str
     lengths, labels = sorted(map(int, options.lengths.split(","))), options.methods.split(",")
     _, tokenizer = load_config(options.model)
     model = load_model(options.model, dtype=options.dtype)
-    pieces = TEXTS[options.text]()
-    random.Random(options.seed).shuffle(pieces)
-    (document,) = stretches(pieces, tokenizer, 1, lengths[-1], options.further)
+    document = document_of(options.text, tokenizer, options.seed, lengths[-1], options.further)
     given = {name: value for name, value in vars(options).items() if name != "output"}
     head = {**given, "environment": describe_environment(model.device)}
     rows = []

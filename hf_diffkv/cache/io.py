@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_written, new_folder
-from ..replacing import replacing, save_tensors
+from ..replacing import replacing
 from .devices import TensorParallel
 from .inference import ordinary_tensors
 from .snapshot import (
@@ -63,7 +63,7 @@ def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) ->
     json_path, path = _paths(folder, parallel)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new, replacing(json_path) as new_json:
-        save_tensors({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, new)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, new)
         content = {"format_version": FORMAT_VERSION, **snapshot.content, "sha256": _digest(new)}
         content["checksum"] = _checksum(content)
         new_json.write_text(json.dumps(content, indent=2) + "\n")

@@ -454,7 +454,9 @@ class DiffKVConfig:
             OSError: the repository may not be read, or the Hub cannot be reached.
             ValueError: the file is not a configuration.
         """
-        repo = str(config_files.as_folder("name", name))
+        config_files.as_folder("name", name)
+        # as it was given: an id on the Hub keeps its slash everywhere
+        repo = os.fspath(name)
         preset = None if "/" in repo or os.path.isdir(repo) else close_preset(repo)
         if preset is not None:
             raise FileNotFoundError(

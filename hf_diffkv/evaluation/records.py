@@ -71,7 +71,7 @@ class RunFolder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._check_settings(settings)
-            self._mend()
+            drop_incomplete_line(self.path)
         except OSError as error:
             raise EvaluationError(f"cannot write to {folder}: {error.strerror}.") from error
 
@@ -93,28 +93,9 @@ class RunFolder:
                     "another --output, or the same settings to go on with it."
                 )
 
-    def _mend(self) -> None:
-        """Removes the incomplete line that a killed run may have left."""
-        if self.path.exists():
-            content = self.path.read_bytes()
-            if content and not content.endswith(b"\n"):
-                with open(self.path, "r+b") as file:
-                    file.truncate(content.rfind(b"\n") + 1)
-
     def add(self, record: Record) -> None:
-        """Appends one line and syncs it to disk. Raises `EvaluationError` if the file cannot be written."""
-        line = json.dumps(asdict(record)) + "\n"
-        try:
-            with open(self.path, "a") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            with suppress(OSError):
-                self._mend()
-            raise EvaluationError(
-                f"cannot write to {self.path}: {error.strerror}. What was measured is kept: the same command goes on."
-            ) from error
+        """Adds a record (`append_record`)."""
+        append_record(self.path, record)
 
     def records(self) -> list[Record]:
         """Returns this folder's records; if several have the same key, the last one."""
@@ -124,6 +105,31 @@ class RunFolder:
         """Returns the records of this folder and of its other environments."""
         others = sorted((self.folder / ENVIRONMENTS_NAME).glob(f"*/{RECORDS_NAME}"))
         return read_records([path for path in (self.path, *others) if path.exists()])
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Appends a line to a file of records and syncs it to disk. Raises `EvaluationError` if that cannot be."""
+    line = json.dumps(asdict(record)) + "\n"
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with suppress(OSError):
+            drop_incomplete_line(path)
+        raise EvaluationError(
+            f"cannot write to {path}: {error.strerror}. What was measured is kept: the same command goes on."
+        ) from error
+
+
+def drop_incomplete_line(path: Path) -> None:
+    """Removes the incomplete line that a killed run may have left in a file of records."""
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with open(path, "r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
 
 
 def read_records(paths: list[Path]) -> list[Record]:

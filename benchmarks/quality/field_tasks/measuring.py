@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from hf_diffkv.evaluation.basis import bases_of, same_basis
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.errors import EvaluationError, one_line
 from hf_diffkv.evaluation.methods import HeldBytes, Method
-from hf_diffkv.evaluation.records import Record, read_records
+from hf_diffkv.evaluation.records import Record, append_record, drop_incomplete_line, read_records
 
 from . import suite_of
 from .answers import Answer, Answering
@@ -49,7 +46,7 @@ class Records:
         path = self.path(task)
         if not path.exists():
             return []
-        self._mend(path)
+        drop_incomplete_line(path)
         return read_records([path])
 
     def of_cases(self, cases: Iterable[Case]) -> list[Record]:
@@ -57,18 +54,8 @@ class Records:
         return [record for task in dict.fromkeys(case.task for case in cases) for record in self.of(task)]
 
     def add(self, record: Record) -> None:
-        """Appends a record and syncs it to disk."""
-        with open(self.path(record.task), "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _mend(self, path: Path) -> None:
-        """Removes the incomplete line that a killed run may have left."""
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with open(path, "r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
+        """Adds a record to the file of its task (`append_record`)."""
+        append_record(self.path(record.task), record)
 
 
 def measure(

@@ -148,7 +148,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self.switch_to_cb_friendly_attn(self.model)
             try:
                 # requests may be added from here on, and ask for room
-                self._cache = self._cache or self._make_cache()
+                self._made_cache()
             except BaseException:
                 self._restore_attention()
                 raise
@@ -388,6 +388,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             )
         return Ranks(replace(parallel, group=helper.cpu_comm_group))
 
+    def _made_cache(self) -> ContinuousCache:
+        if self._cache is None:
+            self._cache = self._make_cache()
+        return self._cache
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def _make_cache(self) -> ContinuousCache:
@@ -418,9 +423,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         if isinstance(self.batch_processor, DiffKVBatchProcessor):
             self.batch_processor.reset()
             return self.batch_processor
-        if self._cache is None:
-            self._cache = self._make_cache()
-        cache = self._cache
+        cache = self._made_cache()
         options = self.continuous_batching_config
         initialization.update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens

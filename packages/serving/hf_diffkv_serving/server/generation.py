@@ -214,8 +214,7 @@ class Generation:
         return self.engine.submit(prompt, names[0], asked.sampling, **options)
 
     def _markup(self, prompt: list[int], asked: Asked) -> Markup | None:
-        parser = asked.parser and asked.parser(prompt)
-        if asked.parser is None or parser is None:
+        if asked.parser is None or (parser := asked.parser(prompt)) is None:
             return None
         return Markup(parser, partial(asked.parser, []), self.tokenizer.all_special_tokens, asked.calls)
 
