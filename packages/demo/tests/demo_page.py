@@ -92,12 +92,14 @@ def opened(browser: Any, address: str, width: int = 1280, scheme: str = "light")
 
 def start(page: Any) -> None:
     """Clicks Generate, and notes whether the status has changed since: an earlier run's may say the same."""
-    page.locator("#status").evaluate(
-        """status => {
-            const before = status.textContent;
+    # found anew each time, as the page may make another element in its place
+    page.evaluate(
+        """() => {
+            const said = () => document.querySelector('#status')?.textContent;
+            const before = said();
             window.changed = false;
-            const note = () => { window.changed ||= status.textContent !== before };
-            new MutationObserver(note).observe(status, {childList: true, characterData: true, subtree: true});
+            const note = () => { window.changed ||= said() !== undefined && said() !== before };
+            new MutationObserver(note).observe(document.body, {childList: true, characterData: true, subtree: true});
         }"""
     )
     page.get_by_role("button", name="Generate").click()
