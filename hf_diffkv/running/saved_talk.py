@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.errors import EvaluationError
+from ..replacing import replacing
 
 TALK_NAME = "talk.json"
 
@@ -15,7 +16,8 @@ TALK_NAME = "talk.json"
 def write_talk(folder: Path, model: str, ids: Sequence[int], first: str | None) -> None:
     """Writes the token ids of a conversation, the last one included, and its first message."""
     state = {"model": model, "ids": list(ids), "first": first}
-    (folder / TALK_NAME).write_text(json.dumps(state) + "\n", encoding="utf-8")
+    with replacing(folder / TALK_NAME) as new:
+        new.write_text(json.dumps(state) + "\n", encoding="utf-8")
 
 
 def read_talk(folder: Path) -> dict[str, Any]:

@@ -134,7 +134,8 @@ def test_a_talk_outlives_ctrl_c(tmp_path: Path) -> None:
     assert terminal.finish() == 0
     assert "Traceback" not in terminal.text and not COLOUR.search(terminal.text)
     said = [line for line in terminal.lines if "Loading" not in line]
-    assert said and not [line for line in said if len(line) > 40]
+    # a word, such as the folder of the checkout, is not broken
+    assert said and not [line for line in said if len(line) > 40 and " " in line]
 
 
 def test_inspect_colours_the_text(tmp_path: Path) -> None:

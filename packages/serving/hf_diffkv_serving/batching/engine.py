@@ -49,12 +49,14 @@ class _Admission:
 
     Attributes:
         cancelled: called with each request that was cancelled, when it is gone.
+        vocabulary: number of token ids that the model embeds.
     """
 
     cache: ContinuousCache
     order: AdmissionOrder
     records: Records
     cancelled: Callable[[RequestState], None]
+    vocabulary: int
 
     def add_waiting_request(self, state: RequestState) -> None:
         """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one.
@@ -64,6 +66,12 @@ class _Admission:
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
         record = self.records.open(state.request_id, len(state.initial_tokens))
+        wrong = [token for token in state.initial_tokens if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise ValueError(
+                f"the prompt has token ids {wrong[:3]}, but the model has embeddings for 0 to {self.vocabulary - 1}; use "
+                "the model's own tokenizer."
+            )
         limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = limit

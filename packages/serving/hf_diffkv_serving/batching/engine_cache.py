@@ -173,10 +173,12 @@ class ContinuousCache(PackedCache):
             max_new_tokens: most new tokens; None for as many as there is room for.
 
         Raises:
-            ValueError: there is not enough room, or no prompt.
+            ValueError: there is not enough room, no prompt, or no new token is wanted.
         """
         if prompt_tokens == 0:
             raise ValueError("the prompt is empty; a request needs at least one token.")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1, or None.")
         # the last token is never stored
         allowed = self.slots.longest + 1 - prompt_tokens
         wanted = 1 if max_new_tokens is None else max_new_tokens

@@ -433,6 +433,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
         scheduler.records, scheduler.cancelled = self.records, self._note_cancelled
+        scheduler.vocabulary = self.model.get_input_embeddings().num_embeddings
         processor = DiffKVBatchProcessor(
             cache=cache,
             config=self.model.config.get_text_config(),
