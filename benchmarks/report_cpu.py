@@ -73,9 +73,13 @@ def slopes(rows: list[dict]) -> str:
 
 
 def overview(rows: list[dict]) -> str:
-    """A line for each context, with the whole step's median of one thread, a column for each of `SHOWN`."""
+    """Returns a line for each context, with the whole step's median of one thread, a column for each of `SHOWN`.
+
+    Models that are too small for anyone to run are left out.
+    """
     lines = []
-    cases = groups([row for row in rows if row["threads"] == 1], ("model", "batch", "context"))
+    shown = [row for row in rows if row["threads"] == 1 and row["model"] != "tiny-lm"]
+    cases = groups(shown, ("model", "batch", "context"))
     for case, members in sorted(cases.items()):
         medians = {row["cache"]: f"{row['ms'][1]:.3g}" for row in members}
         lines.append([*case, *(medians.get(name, "-") for name in SHOWN)])

@@ -66,9 +66,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def overview(rows: list[dict[str, Any]], model: str, tokens: Sequence[int], caches: Sequence[str]) -> str:
-    """A line for each stack with the milliseconds per token at each length; prompt and peak are of the last length."""
+    """Returns a line for each stack with the milliseconds per token at each length.
+
+    Prompt and peak are of the longest length that all stacks were measured at.
+    """
     mine = [row for row in rows if row["model"] == model and row["cache"] in caches and row["tokens"] in tokens]
-    longest = f"{tokens[-1]:,}"
+    kinds = dict.fromkeys(map(kind, mine))
+    common = [count for count in tokens if kinds.keys() == {kind(row) for row in mine if row["tokens"] == count}]
+    compared = common[-1] if common else tokens[-1]
+    longest = f"{compared:,}"
     header = [
         "weights, cache",
         *(f"{count:,}" for count in tokens),
@@ -76,10 +82,10 @@ def overview(rows: list[dict[str, Any]], model: str, tokens: Sequence[int], cach
         f"peak at {longest}, MB",
     ]
     lines = []
-    for stack, weights, cache in dict.fromkeys(map(kind, mine)):
+    for stack, weights, cache in kinds:
         by_length = {row["tokens"]: row for row in mine if kind(row) == (stack, weights, cache)}
         steps = [f"{by_length[count]['step_ms']:.0f}" if count in by_length else "-" for count in tokens]
-        last = by_length.get(tokens[-1])
+        last = by_length.get(compared)
         ends = ["-", "-"] if last is None else [f"{last['prompt_seconds']:.0f}", megabytes(last["peak_bytes"])]
         lines.append([f"{weights}, {cache}", *steps, *ends])
     return markdown(header, lines)
