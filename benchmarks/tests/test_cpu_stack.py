@@ -160,6 +160,12 @@ def test_the_newest_of_a_case_counts_and_tables_are_by_length(script, tmp_path: 
         "| 4bit, balanced | 20 | 22 | 12 | 1,234 |",
         "<!-- end -->",
     ]
+    # prompts and peaks are compared at a length that all have
+    lines = report.overview(
+        [*found, row(8192, "balanced", 31.0)], "m", [256, 4096, 8192], ["balanced", "f16"]
+    ).splitlines()
+    assert lines[0] == "| weights, cache | 256 | 4,096 | 8,192 | prompt of 4,096, s | peak at 4,096, MB |"
+    assert lines[2:] == ["| Q4_K_M, f16 | - | 30 | - | 12 | 1,234 |", "| 4bit, balanced | 20 | 22 | 31 | 12 | 1,234 |"]
     assert "| Transformers | 4bit | balanced | 4,096 | 21.6 | 21.6 | 0.5 | 12.4 | 1,234 | 2,000 | - |" in report.table(
         found
     )
