@@ -37,6 +37,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "a name as model": (lambda to: DiffKVCache("gpt2"), ("model_config is a str", "model.config")),
     "config of another type": (lambda to: DiffKVCache(to.config, 5), ("config=5", "DiffKVConfig, a dict")),
     "unknown config by name": (lambda to: DiffKVCache(to.config, "smal"), ("'smal'", "did you mean 'small'?")),
+    "config by its folder": (
+        lambda to: DiffKVCache(to.config, str(to.folder)),
+        ("no preset", "DiffKVConfig.from_pretrained("),
+    ),
     "unknown field": (lambda to: DiffKVCache(to.config, windw=5), ("windw", "did you mean 'window'?")),
     "unknown field in a dict": (lambda to: DiffKVCache(to.config, {"sink": 1}), ("sink", "did you mean 'sinks'?")),
     "unknown choice": (
