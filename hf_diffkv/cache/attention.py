@@ -186,6 +186,9 @@ def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Implements Transformers' mask interface. None means causal, aligned at the last key, without padding.
 
     Otherwise returns a bool mask [batch, 1, queries, keys]. A causal mask with padding carries the padding.
+
+    Raises:
+        HandOverError: the padding mask is shorter than the text, whose other tokens Transformers would hide.
     """
     plain = (
         kwargs.get("mask_function", causal_mask_function) is causal_mask_function
@@ -194,6 +197,8 @@ def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         and kwargs.get("q_offset", 0) + kwargs["q_length"] == kwargs["kv_length"]
     )
     padding = kwargs.get("attention_mask")
+    if plain and padding is not None and padding.shape[-1] < kwargs["kv_length"]:
+        raise _short_mask(padding, kwargs["kv_length"])
     if plain and _no_padding(padding, kwargs["q_length"]):
         return None
     kwargs["allow_is_causal_skip"] = False
@@ -208,6 +213,13 @@ def _no_padding(padding: Tensor | None, queries: int) -> bool:
         return True
     # reads the device, which pays only if it saves a mask of queries x keys
     return queries > 1 and not torch.compiler.is_compiling() and bool(padding.all())
+
+
+def _short_mask(mask: Tensor, seen: int) -> HandOverError:
+    return HandOverError(
+        f"the attention mask covers {mask.shape[-1]} keys but the cache has seen {seen}; pass a mask for all tokens, "
+        "past ones included, or call cache.reset() if an earlier forward stopped halfway."
+    )
 
 
 def split_mask(
@@ -227,10 +239,7 @@ def split_mask(
     if mask is None:
         return None, None, None
     if mask.shape[-1] != layer.seen:
-        raise HandOverError(
-            f"the attention mask covers {mask.shape[-1]} keys but the cache has seen {layer.seen}; pass a mask for "
-            "all tokens, past ones included."
-        )
+        raise _short_mask(mask, layer.seen)
     past = layer.seen - tokens
     padding = getattr(mask, PADDING, None)
     if padding is None and mask.ndim == 2:

@@ -88,6 +88,17 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
     return dict(cache_config)
 
 
+def _check_is_cache(cache: Any) -> None:
+    """Raises `ValueError` for a configuration, a name or the class `DiffKVCache` in place of a cache."""
+    name = isinstance(cache, str) and (cache == NAME or cache in PRESETS)
+    if name or cache is DiffKVCache or isinstance(cache, DiffKVConfig):
+        shown = "the class DiffKVCache" if cache is DiffKVCache else repr(cache)
+        raise ValueError(
+            f"cache is {shown}, which is no cache; pass cache=DiffKVCache(model), with a preset or configuration as "
+            "its second argument, or cache_implementation='diffkv', with cache_config=... beside it."
+        )
+
+
 def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
     """Warns of `DiffKVConfig` fields in a call that does not ask for a `DiffKVCache`."""
     given = generation_config.cache_config
@@ -203,6 +214,7 @@ def _wrap(original: Callable) -> Callable:
         if not _wrapped.originals:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         cache = passed(model_kwargs)
+        _check_is_cache(cache)
         wanted = generation_config.cache_implementation == NAME
         if isinstance(cache, DiffKVCache):
             _check_options(self, cache, generation_config)

@@ -31,6 +31,8 @@ from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, 
 from .until_full import AUTO, as_until_full, check_until_full, precise_of, rungs_of, smaller_first
 
 METADATA_BITS = (16, 32)
+# arguments that choose a configuration for a model
+_CHOICES = ("preset", "target_ratio")
 # attributes that are not fields; the second holds the names of the given fields from `__new__` to `__post_init__`
 _CALIBRATION_ATTRIBUTE = "_calibration"
 _GIVEN_ATTRIBUTE = "_given"
@@ -318,7 +320,7 @@ class DiffKVConfig:
         """
         from .choice import choose
 
-        cls._check_names(kwargs)
+        cls._check_names(kwargs, _CHOICES)
         chosen, calibration = choose(model, configuration_of(model), preset, target_ratio, kwargs)
         return with_calibration(cls(**{**chosen, **kwargs}), calibration)
 
@@ -363,12 +365,17 @@ class DiffKVConfig:
         return cls(**values)
 
     @classmethod
-    def _check_names(cls, values: Mapping[str, Any]) -> None:
+    def _check_names(cls, values: Mapping[str, Any], others: tuple[str, ...] = ()) -> None:
         complaint = config_files.removed_field(values)
         if complaint is not None:
             raise ValueError(complaint)
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = [field.name for field in dataclasses.fields(cls)] + list(others)
         unknown = sorted(set(values) - set(known))
+        if unknown and unknown[0] in _CHOICES:
+            raise ValueError(
+                f"{unknown[0]} is no field of DiffKVConfig, as it depends on the model; give it to "
+                f"DiffKVCache(model, {unknown[0]}=...), cache_config or DiffKVConfig.for_model, without a DiffKVConfig."
+            )
         if unknown:
             close = [match for name in unknown for match in similar(name, known)]
             hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""

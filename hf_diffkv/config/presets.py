@@ -99,7 +99,10 @@ def preset_named(name: str) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PRESETS:
         close = close_preset(name)
         hint = f"did you mean {close!r}? Choose" if close else "choose"
-        raise ValueError(f"there is no preset {name!r}; {hint} one of {', '.join(map(repr, PRESETS))}.")
+        hint += f" one of {', '.join(map(repr, PRESETS))}"
+        if isinstance(name, str) and ("/" in name or os.path.isdir(name)):
+            hint += f", or pass what was saved there: DiffKVConfig.from_pretrained({name!r})"
+        raise ValueError(f"there is no preset {name!r}; {hint}.")
     return PRESETS[name]
 
 

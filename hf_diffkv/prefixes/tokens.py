@@ -21,9 +21,10 @@ def as_tokens(name: str, value: Any) -> Tensor:
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is a {type(value).__name__}; it must be token ids: tokenise the text first."
-        ) from error
+        # of a tokeniser's or generate()'s output
+        ids = next((field for field in ("input_ids", "sequences") if hasattr(value, field)), None)
+        remedy = "tokenise the text first" if ids is None else f"pass its {ids}"
+        raise ValueError(f"{name} is a {type(value).__name__}; it must be token ids: {remedy}.") from error
     if ids.ndim == 2 and ids.shape[0] != 1:
         raise ValueError(
             f"{name} has {ids.shape[0]} rows; a prefix store works on one request at a time: call it for each row."

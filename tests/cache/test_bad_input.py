@@ -444,6 +444,22 @@ def test_masks_that_cannot_be_honoured() -> None:
         assert_unharmed_or_refusing(model, cache)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("new", [1, 5])
+def test_masks_of_the_new_tokens_alone_are_refused_before_anything_changes(family: str, new: int) -> None:
+    model = tiny_model(family, "diffkv")
+    ids = ragged_prompts((new, new), seed=2)[0]
+    padded = torch.ones(2, new, dtype=torch.int64)
+    padded[1, : new - 1] = 0
+    for mask in (torch.ones(2, new, dtype=torch.int64), padded):
+        cache = filled(model)
+        before = contents(cache)
+        seen = max(LENGTHS) + 1 + new
+        with raises(HandOverError, f"mask covers {new} keys", f"seen {seen}", "past ones included"):
+            model(ids, attention_mask=mask, **passing(cache))
+        assert contents(cache) == before
+
+
 def test_precision_is_refused_by_itself() -> None:
     for bits in (*(set(range(-1, 33)) - set(SUPPORTED_BITS)), True, "8"):
         with raises(ValueError, "k_bits", str(SUPPORTED_BITS)):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_bad_input import contents, generate, raises
 from tiny_models import tiny_model
+from transformers import BatchEncoding
 
 from hf_diffkv import (
     DiffKVCache,
@@ -36,8 +37,18 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "a name as model": (lambda to: DiffKVCache("gpt2"), ("model_config is a str", "model.config")),
     "config of another type": (lambda to: DiffKVCache(to.config, 5), ("config=5", "DiffKVConfig, a dict")),
     "unknown config by name": (lambda to: DiffKVCache(to.config, "smal"), ("'smal'", "did you mean 'small'?")),
+    "config by its folder": (
+        lambda to: DiffKVCache(to.config, str(to.folder)),
+        ("no preset", "DiffKVConfig.from_pretrained("),
+    ),
     "unknown field": (lambda to: DiffKVCache(to.config, windw=5), ("windw", "did you mean 'window'?")),
     "unknown field in a dict": (lambda to: DiffKVCache(to.config, {"sink": 1}), ("sink", "did you mean 'sinks'?")),
+    "unknown choice": (
+        lambda to: DiffKVCache(to.config, target_rato=0.3),
+        ("did you mean 'target_ratio'?", "'preset'"),
+    ),
+    "ratio of a config": (lambda to: DiffKVConfig(target_ratio=0.3), ("target_ratio is no field", "DiffKVCache(model")),
+    "ratio of a preset": (lambda to: DiffKVConfig.preset("small", target_ratio=0.3), ("no field", "for_model")),
     "unknown field of lossless": (lambda to: DiffKVConfig.lossless(windw=3), ("windw", "did you mean 'window'?")),
     "unknown field of paper": (lambda to: DiffKVConfig.paper(alpha=3), ("alpha", "known keys")),
     "unknown field of a preset": (lambda to: DiffKVConfig.preset("small", rotat=1), ("rotat", "mean 'rotate'?")),
@@ -180,6 +191,13 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         lambda to: generate(to.model, cache_implementation="diffkv", cache_config={"nbits": 4}),
         ("nbits", "known keys"),
     ),
+    "name as cache": (
+        lambda to: generate(to.model, **passing("diffkv")),
+        ("'diffkv', which is no cache", "cache=DiffKVCache(model)", "cache_implementation='diffkv'"),
+    ),
+    "preset as cache": (lambda to: generate(to.model, **passing("small")), ("'small', which is no cache",)),
+    "config as cache": (lambda to: generate(to.model, **passing(DiffKVConfig())), ("DiffKVConfig(", "is no cache")),
+    "class as cache": (lambda to: generate(to.model, **passing(DiffKVCache)), ("the class DiffKVCache", "no cache")),
     "prompt that is shorter": (
         lambda to: to.model.generate(to.ids[:, :5], **passing(to.cache)),
         ("holds 22 tokens", "the prompt has 5", "reset()"),
@@ -203,6 +221,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         ("trainer is a LlamaForCausalLM", "pass the Trainer"),
     ),
     "lookup of a text": (lambda to: PrefixStore(to.model).lookup("hello"), ("input_ids is a str", "tokenise")),
+    "lookup of an encoding": (
+        lambda to: PrefixStore(to.model).lookup(BatchEncoding({"input_ids": to.ids})),
+        ("input_ids is a BatchEncoding", "pass its input_ids"),
+    ),
     "lookup of a batch": (lambda to: PrefixStore(to.model).lookup(to.ids), ("input_ids has 2 rows", "each row")),
     "lookup of fractions": (lambda to: PrefixStore(to.model).lookup(torch.rand(1, 5)), ("torch.float32", "integers")),
     "insertion of nothing": (lambda to: PrefixStore(to.model).insert(to.ids[:1], None), ("cache is a NoneType",)),

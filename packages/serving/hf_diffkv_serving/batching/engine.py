@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -66,11 +67,17 @@ class _Admission:
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
         record = self.records.open(state.request_id, len(state.initial_tokens))
+        odd = next((each for each in state.initial_tokens if isinstance(each, (str, list, tuple))), None)
+        if odd is not None:
+            raise ValueError(
+                f"the prompt holds {reprlib.repr(odd)} where token ids belong; tokenise texts, and give each prompt as "
+                "a list of integers."
+            )
         wrong = [token for token in state.initial_tokens if not 0 <= token < self.vocabulary]
         if wrong:
             raise ValueError(
-                f"the prompt has token ids {wrong[:3]}, but the model has embeddings for 0 to {self.vocabulary - 1}; use "
-                "the model's own tokenizer."
+                f"the prompt has token ids {wrong[:3]}, but the model has embeddings for 0 to {self.vocabulary - 1}; "
+                "use the model's own tokenizer."
             )
         limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
         if state.max_new_tokens is None:
