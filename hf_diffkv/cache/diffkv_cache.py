@@ -23,7 +23,7 @@ from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .latent import LatentLayer, check_latent_model, prepare_latents
 from .layer import DiffKVLayer
-from .other_layers import OtherStates, check_croppable, check_lengths, ends_forwards, has_states
+from .other_layers import OtherStates, check_croppable, check_lengths, empty_states, ends_forwards, has_states
 from .report import MemoryReport, in_short, memory_report
 from .resolve import config_of, harm_for, moments_for, resolve_config
 from .rows import ChosenRows
@@ -82,7 +82,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         self._first_compressed = compressed[0] if compressed else -1
         kind = LatentLayer if self.stores.latent else DiffKVLayer
         for index, layer_idx in enumerate(compressed):
-            layers[layer_idx] = kind(self.stores, index, layer_idx, len(self._readers.get(layer_idx, ())))
+            readers = self.stores.readers[index] = len(self._readers.get(layer_idx, ()))
+            layers[layer_idx] = kind(self.stores, index, layer_idx, readers)
         super().__init__(layers=layers)
         self._note_layers()
         self.stores.note_shapes(model, compressed)
@@ -446,6 +447,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
                 # ones keep the size of their batch
                 layer.keys = layer.values = None
                 layer.is_initialized = False
+            if has_states(layer):
+                empty_states(layer)
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")

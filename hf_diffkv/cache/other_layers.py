@@ -112,7 +112,15 @@ def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int)
 
 def check_croppable(layer: Any, tokens_to_remove: int) -> None:
     """Raises `ValueError` if one of Transformers' own layers has dropped tokens that `crop` would have to restore."""
-    if tokens_to_remove == 0 or getattr(layer, "record_past", True):
+    if tokens_to_remove == 0:
+        return
+    states = getattr(layer, "recurrent_states", None) or {}
+    if any(state is not None for state in states.values()):
+        raise ValueError(
+            f"cannot remove {-tokens_to_remove} tokens: the recurrent states of a {type(layer).__name__} cannot give "
+            "tokens back. Keep a copy.deepcopy of the cache."
+        )
+    if getattr(layer, "record_past", True):
         return
     if not hasattr(layer, "sliding_window") or layer.get_seq_length() >= layer.sliding_window:
         raise ValueError(
@@ -125,3 +133,11 @@ def check_croppable(layer: Any, tokens_to_remove: int) -> None:
 def has_states(layer: Any) -> bool:
     """Returns whether a layer has linear-attention states, which a forward may write in several calls."""
     return hasattr(layer, "conv_states")
+
+
+def empty_states(layer: Any) -> None:
+    """Drops linear-attention states; `reset` keeps their size, which depends on the batch and grows while recording."""
+    empty = {"conv_states": None, "recurrent_states": None, "has_previous_state": False}
+    empty |= {"is_conv_states_initialized": False, "is_recurrent_states_initialized": False}
+    for name, value in empty.items():
+        setattr(layer, name, dict.fromkeys(getattr(layer, name), value))

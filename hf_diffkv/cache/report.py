@@ -270,7 +270,8 @@ def _stock_bytes(cache: CacheContents) -> int:
     for layer_idx, layer in enumerate(cache.layers):
         if layer_idx in compressed or not getattr(layer, "is_initialized", True):
             continue
-        # a list, as another thread may add attributes
-        tensors = [value for value in list(vars(layer).values()) if hasattr(value, "element_size")]
+        # a list, as another thread may add attributes; states are in dicts
+        held = [list(value.values()) if isinstance(value, dict) else [value] for value in list(vars(layer).values())]
+        tensors = [each for values in held for each in values if hasattr(each, "element_size")]
         total += sum(t.numel() * t.element_size() for t in tensors)
     return total

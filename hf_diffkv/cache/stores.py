@@ -109,6 +109,8 @@ class Stores:
         self.shapes: dict[int, tuple[int, int, int]] = {}
         # compressed layers of the model that run in other processes
         self.absent: set[int] = set()
+        # number of later layers that read the keys and values of each layer
+        self.readers: dict[int, int] = {}
         # layers replaced by one of Transformers' own
         self.kept_dense: set[int] = set()
         self._places: dict[int, tuple[Store, int]] = {}
@@ -432,6 +434,10 @@ class Stores:
             self.all.append(store)
         self._note_final(index, store, slot)
         self._places[index] = (store, slot)
+        here = self.readers.keys() - self.absent
+        for each in self.all:
+            # layers without a place may get one there
+            each.readers = sum(self.readers[i] for i in here if self._places.get(i, (each, 0))[0] is each)
 
     def _note_final(self, index: int, store: Store, slot: int) -> None:
         """Tells a store that lowers rows which heads of a layer, whose place is or will be `slot`, it may lower."""

@@ -24,6 +24,8 @@ SEARCH_STEPS = 24
 STRONGEST = 1e6
 # share of the pages in use after tightening; the rest makes tightening rare
 FILLED_SHARE = 0.9
+# tokens that each row's high and low tier may get, int64 [rows] each
+Growth = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,28 +61,31 @@ def _least(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tens
     return torch.full_like(share, strength), share * strength
 
 
-def fit(store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Weighed, allowed: int) -> float:
-    """Returns the smallest strength with which `tokens` take at most `allowed` pages; 0 if none is needed.
+def fit(
+    store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Weighed, allowed: int, growth: Growth | None = None
+) -> float:
+    """Returns the smallest strength with which `tokens` and `growth` take at most `allowed` pages; 0 if none is needed.
 
     Args:
         alpha_high, alpha_low: float32 [rows].
     """
-    if _pages(store, tokens, alpha_high.numel()) <= allowed:
+    if _pages(store, tokens, alpha_high.numel(), growth) <= allowed:
         return 0.0
     loose, tight = 1e-3, STRONGEST
     for _ in range(SEARCH_STEPS):
         middle = (loose * tight) ** 0.5
-        if _pages(store, tokens.below(*_least(alpha_high, alpha_low, middle)), alpha_high.numel()) <= allowed:
+        if _pages(store, tokens.below(*_least(alpha_high, alpha_low, middle)), alpha_high.numel(), growth) <= allowed:
             tight = middle
         else:
             loose = middle
     return tight
 
 
-def _pages(store: Store, tokens: Weighed, rows: int) -> int:
+def _pages(store: Store, tokens: Weighed, rows: int, growth: Growth | None) -> int:
     total = 0
-    for level, layout in ((HIGH_LEVEL, store.layout.high), (LOW_LEVEL, store.layout.low)):
+    for tier, (level, layout) in enumerate(((HIGH_LEVEL, store.layout.high), (LOW_LEVEL, store.layout.low))):
         count = torch.bincount(tokens.row[tokens.level == level], minlength=rows)
+        count = count if growth is None else count + growth[tier]
         total += int(((count + layout.capacity - 1) // layout.capacity).sum())
     return total
 
@@ -110,8 +115,12 @@ def fit_layer(store: Store, layer: int, tokens: Weighed) -> Tensor:
     return level
 
 
-def make_room(store: Store, pages: int) -> None:
+def make_room(store: Store, pages: int, growth: Growth | None = None) -> None:
     """Tightens all thresholds until `pages` pages can be taken, and rewrites every row accordingly.
+
+    Args:
+        growth: tokens that need the pages, and take `pages` of them in empty rows; fewer tokens in a row can leave less
+            room in its pages. None if tokens do not matter.
 
     Raises:
         MemoryError: pruning everything outside the windows would not free enough; nothing has changed.
@@ -130,7 +139,8 @@ def make_room(store: Store, pages: int) -> None:
     alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
     levels = [torch.full_like(part, level, dtype=torch.int8) for part, level in zip(relative, (HIGH_LEVEL, LOW_LEVEL))]
     held = Weighed(torch.cat([part.row for part in stored]), torch.cat(relative), torch.cat(levels)).below(*alphas)
-    strength = fit(store, *alphas, held, int(FILLED_SHARE * (limit - pages)))
+    allowed = int(FILLED_SHARE * (limit - pages)) + (0 if growth is None else pages)
+    strength = fit(store, *alphas, held, allowed, growth)
     _note(store, strength)
     new_alphas = tightened(*alphas, strength)
     high, low = held.below(*new_alphas).level.split([part.numel() for part in relative])

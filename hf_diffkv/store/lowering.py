@@ -263,7 +263,8 @@ def give_way(store: Store, more: int, of_layer: int = 0) -> None:
     for number, other in enumerate(stores):
         if other is not store:
             wide = other.num_heads * (other.key_dim + other.value_dim) / width
-            wanted[number] = int(of_layer * wide) * other.num_layers if _recorded(other) <= _recorded(store) else 0
+            layers = other.num_layers + other.readers if _recorded(other) <= _recorded(store) else 0
+            wanted[number] = int(of_layer * wide) * layers
     if _for_pages(stores, sum(wanted)) >= sum(each.pool.capacity * page_bytes(each) for each in stores):
         return
     parts = [Part.of_growth(each, 0, bytes_more) for each, bytes_more in zip(stores, wanted)]

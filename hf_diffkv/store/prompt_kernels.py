@@ -45,7 +45,8 @@ def store_by_kernels(
     from ..ops.store_prompt.launch import store_prompt
 
     tokens = PromptTokens(new.key, new.value, forward.rank, forward.count)
-    centers = forward.centers[layer]
+    # a layer's first attention, which comes after the plan, tells whether it is centred
+    centers = forward.centers[layer] and layer not in store.uncentered
     placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
     store_prompt(store.rows(layer), tokens, placement, forward.longest[layer], received)
     store.forget_bounds()
@@ -65,7 +66,7 @@ class PromptPlan:
         tokens: new tokens per request, padding included.
         rank, count: rank of each new token and number of real ones, as in `PromptTokens`.
         longest: length of each layer's longest row before the forward, window included.
-        centers: whether each layer has a row to be centred.
+        centers: whether each layer has a row to be centred, unless its attention forbids it.
         pages: pages each layer lacks; with token selection an upper bound, before any page is freed.
         free: free pages; with token selection a lower bound.
         width: upper bound on the stored tokens of the longest row after the forward; sets the page table's width.
@@ -123,7 +124,7 @@ class PromptPlan:
             rank,
             count,
             held.max(1).tolist(),
-            [bool(centers[layer]) and layer not in store.uncentered for layer in range(store.num_layers)],
+            centers.tolist(),
             lacking.sum((1, 2)).tolist(),
             int(free),
             int((longest + new_start - start).max()) + store.window_slots,

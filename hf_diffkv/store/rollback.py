@@ -70,9 +70,9 @@ class RecordedAttention:
         store, layer = self._store, self._layer
         first = not self._new.reads
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
-        if first and (layer == 0 or self._readers):
-            later = self._readers * query.numel() * query.element_size()
-            _reserve(store, later + self._new.bytes * (store.num_layers if layer == 0 else 0), self._new.bytes)
+        if first and layer == 0:
+            later = store.readers * query.numel() * query.element_size()
+            _reserve(store, later + self._new.bytes * store.num_layers, self._new.bytes)
         together, entering, past = _after_recorded(store, layer, self._new)
         # without readers the queries of all recorded tokens are here, so that each may see other tokens
         asked = query if self._readers else together.reads[0].query

@@ -186,8 +186,8 @@ class Store:
         self.recording = False
         self.recorded: list[Recorded | None] = [None] * num_layers
         # bytes of the cache's other stores on this device, and their layers still to come in this forward
-        self.taken = 0
-        self.layers_later = 0
+        self.taken = self.layers_later = 0
+        self.readers = 0  # later layers of the model that read keys and values of layers here
         self.lowering = LoweringState(config.precise is not None)
         self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False

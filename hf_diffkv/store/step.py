@@ -7,6 +7,7 @@ generated tokens.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..ops.backend import REFERENCE
 from ..ops.tiles import Bounds, build_tiles
@@ -103,7 +104,8 @@ def refresh(store: Store) -> None:
                 # its step may have been given room already
                 bound_rows(other, *other.look(other.high_count, other.low_count), lookahead)
         else:
-            make_room(store, more_pages)
+            in_empty_rows = sum(int(pages_of(more, capacity).sum()) for more, capacity in zip(growth, tiers))
+            make_room(store, in_empty_rows, tuple(torch.from_numpy(more.ravel()).to(store.device) for more in growth))
         refresh(store)
     store.steps_left = store.refresh_steps
 

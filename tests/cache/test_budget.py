@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from runs import Run, captured, contents, model_of, simulation_of, started, tokens
@@ -11,6 +13,7 @@ from transformers import StoppingCriteriaList
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
+from hf_diffkv.store import settle
 
 LENGTHS = (200, 90, 150)
 WINDOW = 16
@@ -215,3 +218,22 @@ def test_a_step_that_cannot_fit_raises_before_it(tight: float) -> None:
     other.feed(run.ids[:, :17])
     other.steps(run.ids[:, 17:])
     assert torch.equal(run.feed(tokens(3, 1, 99)), other.feed(tokens(3, 1, 99)))
+
+
+@pytest.mark.parametrize("pages", range(8, 40, 2))
+def test_a_refused_step_has_tightened_nothing(pages: int) -> None:
+    """Rows without tokens need a page of each level, which rows with a few tokens in a page may not."""
+    run = started(model_of(), (40, 40, 40), budget(10**6))
+    run.steps(tokens(3, 2))
+    (store,) = run.cache.stores.all
+    settle(store)
+    # the host looks at the device
+    store.forget_bounds()
+    limit = store.bytes_beside_pool() + store.growth() + pages * 516
+    run.cache.config = run.cache.stores.config = store.config = budget(limit * 257 // 256)
+    before = contents(run.cache)
+    with pytest.raises(MemoryError) if pages < 26 else nullcontext():
+        run.feed(tokens(3, 1))
+    if pages < 26:
+        assert all(torch.equal(*pair) for pair in zip(before, contents(run.cache)))
+    run.cache.check_integrity()

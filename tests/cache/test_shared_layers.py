@@ -188,6 +188,22 @@ def test_a_budget_is_kept() -> None:
     assert all(sum(layer.pruned) for layer in run.cache.memory().layers)
 
 
+@pytest.mark.parametrize("more", range(2_000, 40_000, 4_000))
+def test_a_budget_is_kept_while_recording(more: int) -> None:
+    """Queries of the reading layers are held too; room for all is made before the first layer records."""
+    model = model_of()
+    limit = started(model, LENGTHS, LOSSLESS).cache.memory().compressed_bytes + more
+    run = started(model, LENGTHS, DiffKVConfig(high="K5V4", low="K5V4", window=16, sinks=0, max_bytes=limit))
+    run.cache.activate_past_recording()
+    with pytest.raises(MemoryError, match="max_bytes"):
+        for seed in range(200):
+            run.feed(tokens(3, 4, seed))
+            assert run.cache.memory().compressed_bytes <= limit
+    run.cache.check_integrity()
+    run.crop(4)
+    run.feed(tokens(3, 1))
+
+
 class Stop(Exception):
     """Raised in the middle of a forward."""
 

@@ -138,6 +138,51 @@ def test_chosen_rows_of_models_with_states(name: str, choice: str) -> None:
     talk.cache.check_integrity()
 
 
+@pytest.mark.parametrize("name", WITH_STATES)
+@pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
+@pytest.mark.sampled(10)
+def test_reset_while_recording_empties_states(name: str) -> None:
+    """States keep their size in Transformers, which then fits neither another batch nor steps without recording."""
+    model = build(name)
+    model.set_attn_implementation("diffkv")
+    cache, fresh = (DiffKVCache(model.config, LOSSLESS) for _ in range(2))
+    talk = Run(model, cache, 3)
+    talk.feed(tokens(3, 9))
+    cache.activate_past_recording()
+    talk.feed(tokens(3, 4))
+    cache.reset()
+    assert cache.memory().bytes == 0
+    again, expected = Run(model, cache, 2), Run(model, fresh, 2)
+    for count in (9, 1, 1):
+        torch.testing.assert_close(again.feed(tokens(2, count)), expected.feed(tokens(2, count)), rtol=0, atol=1e-5)
+    assert cache.memory() == fresh.memory() and cache.memory().other_bytes > 0
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+@pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
+@pytest.mark.sampled(10)
+def test_recurrent_states_give_no_tokens_back(name: str) -> None:
+    model = build(name)
+    model.set_attn_implementation("diffkv")
+    runs = [Run(model, DiffKVCache(model.config, LOSSLESS), 2) for _ in range(2)]
+    for run in runs:
+        run.feed(tokens(2, 9))
+        run.cache.activate_past_recording()
+    recurrent = [getattr(layer, "recurrent_states", None) or {} for layer in runs[0].cache.layers]
+    runs[0].feed(tokens(2, 3))
+    if any(state is not None for states in recurrent for state in states.values()):
+        with pytest.raises(ValueError, match="cannot remove 2 tokens: the recurrent states"):
+            runs[0].crop(2)
+        runs[0].crop(0)
+        runs[1].feed(tokens(2, 3))
+    else:
+        runs[0].crop(2)
+        runs[1].feed(tokens(2, 3)[:, :1])
+    runs[1].crop(0)
+    step = tokens(2, 1)
+    torch.testing.assert_close(runs[0].feed(step), runs[1].feed(step), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("tokens", [90, ORIGINAL_LENGTH - 4])
 @pytest.mark.parametrize("name", LONGER)
 def test_past_the_original_length(name: str, tokens: int) -> None:

@@ -66,6 +66,18 @@ def test_rotated_rows_and_sinks(sinks: int, window: int, lengths: tuple[int, int
     assert (read_tokens(pair.store, 0).levels[0, :, :sinks] == WINDOW).all()
 
 
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": torch.tensor([0.5, -1.0])}], ids=str)
+@pytest.mark.parametrize("alpha_high", [0.0, 1.1])
+def test_a_first_prompt_with_softcap_or_sinks_is_not_centred(alpha_high: float, options: dict) -> None:
+    config = DiffKVConfig(alpha_high=alpha_high, window=1, sinks=0)
+    pair = RotatedPair(config, 1, heads=1, group=2, dim=16, dtype=torch.float32)
+    pair.tolerance = pair.output_tolerance = 2e-3
+    with use_backend("kernels"):
+        for tokens in (3, 1):
+            pair.forward(tokens, **options)
+            assert not held_offset(pair).any()
+
+
 @pytest.mark.parametrize(
     "policy, options, rule",
     [("leankv", {"high_cut": 0.3, "low_cut": 0.1}, LeanKV(0.3, 0.1)), ("first_tokens", {"first": 9}, FirstTokens(9))],
