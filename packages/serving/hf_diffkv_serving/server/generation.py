@@ -149,7 +149,7 @@ class Generation:
 
     def check_alive(self) -> None:
         """Raises `RefusedError` where the engine failed."""
-        error = self.engine.background_thread_status.fatal_error
+        error = self.engine.failure
         if error is not None:
             raise RefusedError(503, f"the engine failed and takes no requests: {error}")
 
