@@ -69,8 +69,8 @@ class _Admission:
         wrong = [token for token in state.initial_tokens if not 0 <= token < self.vocabulary]
         if wrong:
             raise ValueError(
-                f"the prompt has token ids {wrong[:3]}, but the model has embeddings for 0 to {self.vocabulary - 1}; use "
-                "the model's own tokenizer."
+                f"the prompt has token ids {wrong[:3]}, but the model has embeddings for 0 to {self.vocabulary - 1}; "
+                "use the model's own tokenizer."
             )
         limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
         if state.max_new_tokens is None:
