@@ -209,7 +209,8 @@ class DiffKVLayer(CacheLayerMixin):
         if given != expected or key.dtype != store.dtype or key.device != store.device:
             raise ValueError(
                 f"this cache was made for (batch, heads, key_dim, value_dim)={expected}, {store.dtype} on "
-                f"{store.device} but got {given}, {key.dtype} on {key.device}; use a new DiffKVCache."
+                f"{store.device} but got {given}, {key.dtype} on {key.device}; use a new DiffKVCache, and a new "
+                "PrefixStore if it came from one."
             )
 
     def _may_fail_alone(self, tokens: int) -> bool:

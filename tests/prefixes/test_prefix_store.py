@@ -170,6 +170,16 @@ def test_wrong_calls(name: str) -> None:
     assert len(store) == 0 and store.stats.lookups == 0
 
 
+def test_a_model_that_was_changed_needs_a_new_store() -> None:
+    model = model_of()
+    store, ids = PrefixStore(model, CONFIG), tokens(1, 40)
+    store.prefill(ids)
+    model.to(torch.bfloat16)
+    longer = torch.cat([ids, tokens(1, 3)], 1)
+    with pytest.raises(ValueError, match="torch.bfloat16.* a new PrefixStore"):
+        answer(model, longer, store.lookup(longer))
+
+
 def test_caches_that_are_not_stored() -> None:
     model = model_of()
     store, ids = PrefixStore(model, CONFIG), tokens(1, 40)

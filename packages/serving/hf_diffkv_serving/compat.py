@@ -30,7 +30,7 @@ BATCHING = Feature(
             add_request="input_ids request_id max_new_tokens streaming record_timestamps eos_token_id ...",
         ),
         *names_of(f"{_API}:OutputRouter", "result_handlers", deliver="output", fail_and_deliver="state error"),
-        *names_of(f"{_API}:BackgroundThreadStatus", "fatal_error", record_fatal_error="error"),
+        *names_of(f"{_API}:BackgroundThreadStatus", can_accept_new_requests=""),
         *names_of(
             f"{_API}:ContinuousBatchProcessor",
             __init__="cache config generation_config continuous_batching_config logit_processor input_queue "

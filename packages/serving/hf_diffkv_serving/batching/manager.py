@@ -96,6 +96,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._stopping = False
         # of the requests under way
         self.records = Records()
+        # what ended the engine, known before its last outputs come
+        self.failure: Exception | None = None
         self.model = model
         give_back_when_dropped(model, self)
         options = _checked_options(continuous_batching_config)
@@ -146,6 +148,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
+            self.failure = None
             try:
                 # requests may be added from here on, and ask for room
                 self._made_cache()
@@ -302,7 +305,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
         # whoever learns that a request failed may ask whether the engine did
-        self.background_thread_status.record_fatal_error(error)
+        self.failure = error
         super()._handle_critical_error(error, batch_processor)
 
     def memory(self) -> ServingMemory | None:

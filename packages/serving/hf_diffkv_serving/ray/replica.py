@@ -69,7 +69,7 @@ class Replica:
     def check_health(self) -> None:
         """Raises `RuntimeError` where the engine has ended: Ray Serve then starts another replica in place of this."""
         if not self._engine.is_running():
-            raise RuntimeError(f"the engine has ended: {self._engine.background_thread_status.fatal_error}")
+            raise RuntimeError(f"the engine has ended: {self._engine.failure}")
 
     async def answer(self, wanted: Wanted, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[dict[str, Any]]]:
         """The messages of ASGI that answer a request, those that have come since the last ones together.

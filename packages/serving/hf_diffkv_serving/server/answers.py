@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from typing import Any
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 
-from ..batching.sampling import TokenLogprobs
+from ..batching.sampling import Sampling, TokenLogprobs
 from .errors import RefusedError
 from .generation import Asked, Generation, Run, Step
 from .text import NO_CHARACTER
@@ -53,8 +54,12 @@ class Answer(ABC):
     created: int = field(default_factory=lambda: int(time.time()))
 
     @abstractmethod
-    def asked(self) -> Asked:
-        """Returns the request to the engine. Raises `RefusedError`."""
+    def asked(self, usual: Sampling) -> Asked:
+        """Returns the request to the engine. Called on a thread of its own. Raises `RefusedError`.
+
+        Args:
+            usual: sampling where the body does not set its own.
+        """
 
     @abstractmethod
     def whole(self, run: Run, answers: list[Step]) -> dict[str, Any]:
@@ -74,7 +79,10 @@ class Answer(ABC):
         if wanted is not None and wanted != self.served.name:
             reason = f"the model {wanted!r} does not exist; this server has {self.served.name!r}."
             raise RefusedError(404, reason, "model", "model_not_found")
-        run = self.served.generation.start(self.request_id, self.asked())
+        generation = self.served.generation
+        # a long text takes seconds to tokenise, in which other clients are answered
+        asked = await asyncio.to_thread(self.asked, generation.sampling)
+        run = generation.start(self.request_id, asked)
         if self.body.stream:
             return StreamingResponse(self._stream(run), media_type="text/event-stream")
         return json_response(self.whole(run, await run.collect()))

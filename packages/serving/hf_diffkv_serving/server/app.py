@@ -20,6 +20,7 @@ from .chat import ChatAnswer, ChatBody
 from .completions import CompletionAnswer, CompletionBody
 from .errors import RESPONSES, RefusedError, add_handlers
 from .generation import Generation, submitted
+from .markup import drop_invalid_template
 from .responses import ResponseAnswer, ResponseBody
 
 STATISTICS = "/diffkv"
@@ -43,6 +44,7 @@ def build_app(
         seed: seed for requests that have none; None draws another one each time.
     """
     usual = Sampling.of(model.generation_config) if sampling is None else sampling
+    drop_invalid_template(tokenizer, model)
     generation = Generation(engine, tokenizer, usual, seed)
     app = FastAPI(title="hf-diffkv", responses=RESPONSES)
     add_handlers(app)

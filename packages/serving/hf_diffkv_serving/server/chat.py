@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ..batching.sampling import Sampling
 from .answers import Answer, event, usage_of
 from .errors import RefusedError
 from .fields import MOST_LOGPROBS, Count, SeveralChoices, one_of, only
@@ -48,7 +49,7 @@ class ChatAnswer(Answer):
 
     body: ChatBody
 
-    def asked(self) -> Asked:
+    def asked(self, usual: Sampling) -> Asked:
         body = self.body
         if body.top_logprobs is not None and not body.logprobs:
             raise RefusedError(400, "top_logprobs: it needs logprobs to be true.", "top_logprobs")
@@ -60,7 +61,7 @@ class ChatAnswer(Answer):
         return Asked(
             prompts=[prompt],
             boundaries=boundaries_of(*chat, prompt) if self.served.generation.keeps_prefixes else (),
-            sampling=body.sampling(self.served.generation.sampling, body.top_logprobs or 0 if body.logprobs else None),
+            sampling=body.sampling(usual, body.top_logprobs or 0 if body.logprobs else None),
             max_new_tokens=one_of(body, "max_completion_tokens", "max_tokens"),
             n=body.n or 1,
             stop=tuple(body.stop or ()),

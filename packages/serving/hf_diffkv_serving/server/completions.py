@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from ..batching.sampling import Sampling
 from .answers import NEVER, Answer, event, usage_of
 from .errors import RefusedError
 from .fields import MOST_LOGPROBS, Count, SeveralChoices, only, refusal
@@ -44,13 +45,13 @@ class CompletionAnswer(Answer):
 
     body: CompletionBody
 
-    def asked(self) -> Asked:
+    def asked(self, usual: Sampling) -> Asked:
         body = self.body
         if len(body.prompt) * (body.n or 1) > MOST_PROMPTS:
             raise RefusedError(400, f"n: a request may ask for {MOST_PROMPTS} answers, of all prompts together.", "n")
         return Asked(
             prompts=[self._ids(prompt, i) for i, prompt in enumerate(body.prompt)],
-            sampling=body.sampling(self.served.generation.sampling, body.logprobs),
+            sampling=body.sampling(usual, body.logprobs),
             max_new_tokens=body.max_tokens,
             n=body.n or 1,
             stop=tuple(body.stop or ()),

@@ -127,6 +127,8 @@ class Generation:
         self, engine: DiffKVBatchingManager, tokenizer: Any, sampling: Sampling, seed: int | None = None
     ) -> None:
         self.engine, self.tokenizer, self.usual = engine, tokenizer, sampling
+        # the first call may change the tokenizer's truncation, which several threads at once must not
+        tokenizer("a")
         self._seeds = random.Random(seed)
         # requests that a stop string has ended, and the engine not yet
         self._stopped: set[str] = set()
@@ -147,7 +149,7 @@ class Generation:
 
     def check_alive(self) -> None:
         """Raises `RefusedError` where the engine failed."""
-        error = self.engine.background_thread_status.fatal_error
+        error = self.engine.failure
         if error is not None:
             raise RefusedError(503, f"the engine failed and takes no requests: {error}")
 

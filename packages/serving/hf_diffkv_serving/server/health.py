@@ -29,7 +29,7 @@ class Health:
     @property
     def failure(self) -> BaseException | None:
         """Error that ended the engine; None while it runs."""
-        return self.engine.background_thread_status.fatal_error
+        return self.engine.failure
 
     @property
     def grace_left(self) -> float:

@@ -6,9 +6,19 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .parts import ToolCall, response_events_to_chunks
+from .parts import ToolCall, build_response_parser, response_events_to_chunks
 
 _logger = logging.getLogger("hf_diffkv")
+
+
+def drop_invalid_template(tokenizer: Any, model: Any) -> None:
+    """Removes a `response_template` of the tokenizer that no parser can be made of, and warns."""
+    try:
+        build_response_parser(tokenizer, model, [])
+    # a template is data of whoever made the model
+    except Exception as error:
+        _logger.warning("the tokenizer's response_template is invalid and ignored: %s", error)
+        tokenizer.response_template = None
 
 
 class Markup:

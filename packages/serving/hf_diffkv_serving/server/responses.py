@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ..batching.sampling import Sampling
 from .answers import Answer, event
 from .errors import RefusedError
 from .fields import MOST_LOGPROBS, Body, Count, Strict, only
@@ -95,7 +96,7 @@ class ResponseAnswer(Answer):
     def _with_logprobs(self) -> bool:
         return bool(self.body.include) or self.body.top_logprobs is not None
 
-    def asked(self) -> Asked:
+    def asked(self, usual: Sampling) -> Asked:
         body = self.body
         instructions = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
         tools = None
@@ -108,7 +109,7 @@ class ResponseAnswer(Answer):
         return Asked(
             prompts=[prompt],
             boundaries=boundaries_of(*chat, prompt) if self.served.generation.keeps_prefixes else (),
-            sampling=body.sampling(self.served.generation.sampling, top_logprobs),
+            sampling=body.sampling(usual, top_logprobs),
             max_new_tokens=body.max_output_tokens,
             ignore_eos=bool(body.ignore_eos),
             stream=bool(body.stream),

@@ -6,9 +6,13 @@ import importlib
 import inspect
 import re
 import sys
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
+from batching import LOSSLESS, chunks, request_config
 from hf_diffkv_serving.batching import engine as continuous_engine
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from hf_diffkv_serving.batching.shapes import AttentionShape
@@ -74,3 +78,28 @@ def test_the_engine_asks_its_cache_for_nothing_else() -> None:
     asked -= {"update"}
     assert len(asked) > 20
     assert {name for name in asked if not hasattr(cache, name)} == set()
+
+
+def test_a_failed_engine_hands_out_its_last_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are waited for while requests are being failed."""
+    manager = tiny_model("llama").init_continuous_batching(request_config(LOSSLESS), chunks())
+    failing, fail = threading.Event(), manager._fail_all_remaining_requests
+
+    def step() -> None:
+        raise RuntimeError("broken")
+
+    def fail_late(*args: Any) -> None:
+        failing.set()
+        time.sleep(0.5)
+        fail(*args)
+
+    monkeypatch.setattr(manager, "_generation_step", step)
+    monkeypatch.setattr(manager, "_fail_all_remaining_requests", fail_late)
+    manager.start()
+    manager.add_request([3, 4, 5], "one")
+    try:
+        assert failing.wait(60) and str(manager.failure) == "broken"
+        result = manager.get_result(timeout=60)
+        assert result is not None and result.error == "broken"
+    finally:
+        manager.stop()

@@ -30,7 +30,7 @@ CALLS = [("height", '{"tree": "oak"}'), ("age", "{}")]
 SERVED: Any = Served(
     "tiny",
     None,
-    SimpleNamespace(tokenizer=tokenizer(), usual=Sampling(), sampling=Sampling(), keeps_prefixes=False),
+    SimpleNamespace(tokenizer=tokenizer(), usual=Sampling(), keeps_prefixes=False),
 )
 
 
@@ -71,8 +71,8 @@ def test_tools_are_called_where_they_are_given() -> None:
     function = {"name": "height", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": function}]
     for fields, calls in (({}, False), ({"tools": tools}, True), ({"tools": tools, "tool_choice": "none"}, False)):
-        assert chat(**fields).asked().calls is calls
-        assert ResponseAnswer(SERVED, ResponseBody(input="a", **fields), "1").asked().calls is calls
+        assert chat(**fields).asked(Sampling()).calls is calls
+        assert ResponseAnswer(SERVED, ResponseBody(input="a", **fields), "1").asked(Sampling()).calls is calls
 
 
 def test_a_chat_with_calls() -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -301,6 +302,17 @@ def test_a_failed_response_is_numbered_like_its_events(monkeypatch: pytest.Monke
             events += stream
     assert events[-1].type == "response.failed"
     assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_an_invalid_response_template_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = copy.deepcopy(tokenizer())
+    loaded.response_template = {"fields": {"content": {"content": "unknown"}}}
+    with engine() as running, served(build_app(NAME, model(), loaded, running)) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as asking:
+            messages = [{"role": "user", "content": "oak"}]
+            answer = asking.chat.completions.create(model=NAME, messages=messages, max_tokens=4, temperature=0)
+    assert answer.choices[0].message.content == expected("oak", 4)
+    assert [each.getMessage() for each in caplog.records if "response_template is invalid" in each.getMessage()]
 
 
 @pytest.mark.slow

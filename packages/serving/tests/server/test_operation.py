@@ -25,6 +25,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)
 from hf_diffkv_serving.server import under_way  # noqa: E402
 from hf_diffkv_serving.server.app import build_app  # noqa: E402
+from hf_diffkv_serving.server.completions import CompletionAnswer  # noqa: E402
 from hf_diffkv_serving.server.logs import ServerLog  # noqa: E402
 from hf_diffkv_serving.server.operation import Operation, ServerApp  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
@@ -282,6 +283,29 @@ def test_a_body_that_is_too_large(served: Callable) -> None:
         assert [line["status"] for line in client.lines()] == [200, 413, 413, 200] * 2
 
     served(use, max_body=most)
+
+
+def test_others_are_answered_while_a_text_is_tokenised(served: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    tokenise = CompletionAnswer._ids
+
+    def slow(answer: Any, prompt: str, place: int) -> list[int]:
+        if prompt == "a long text":
+            began.set()
+            assert go_on.wait(10)
+        return tokenise(answer, prompt, place)
+
+    async def use(client: Client) -> None:
+        late = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a long text", "max_tokens": NEW}))
+        await client.until(began.is_set)
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.complete()).status_code == 200
+        assert not late.done()
+        go_on.set()
+        assert (await late).status_code == 200
+
+    monkeypatch.setattr(CompletionAnswer, "_ids", slow)
+    served(use)
 
 
 @pytest.mark.slow
