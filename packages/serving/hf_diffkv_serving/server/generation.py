@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import queue
 import random
 from collections.abc import AsyncIterator, Callable
@@ -203,8 +204,10 @@ class Generation:
         self, run: Run, first: int, names: list[str], prompt: list[int], limit: int, asked: Asked
     ) -> RequestRecord:
         ends = [NO_END] if asked.ignore_eos else self._ends
+        # a parser decodes the whole prompt
+        parser = None if asked.parser is None else asked.parser(prompt)
         for number, name in enumerate(names, first):
-            markup = self._markup(prompt, asked)
+            markup = None if parser is None else self._markup(copy.deepcopy(parser), asked)
             transcript = Transcript(self.tokenizer, markup, asked.stop, prompt if asked.continues else ())
             answer = _Answer(run, number, transcript, ends)
             self.engine.register_result_handler(name, self._handler(answer, name))
@@ -215,9 +218,7 @@ class Generation:
         options["boundaries"] = () if first else asked.boundaries
         return self.engine.submit(prompt, names[0], asked.sampling, **options)
 
-    def _markup(self, prompt: list[int], asked: Asked) -> Markup | None:
-        if asked.parser is None or (parser := asked.parser(prompt)) is None:
-            return None
+    def _markup(self, parser: Any, asked: Asked) -> Markup:
         return Markup(parser, partial(asked.parser, []), self.tokenizer.all_special_tokens, asked.calls)
 
     def _handler(self, answer: _Answer, name: str) -> Callable[[Any], None]:

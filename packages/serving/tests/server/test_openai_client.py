@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -313,6 +314,24 @@ def test_an_invalid_response_template_is_ignored(caplog: pytest.LogCaptureFixtur
             answer = asking.chat.completions.create(model=NAME, messages=messages, max_tokens=4, temperature=0)
     assert answer.choices[0].message.content == expected("oak", 4)
     assert [each.getMessage() for each in caplog.records if "response_template is invalid" in each.getMessage()]
+
+
+def test_a_prompt_is_parsed_once_for_all_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("hf_diffkv_serving.server.chat")
+    build, parsed = module.build_response_parser, []
+
+    def counted(processor: Any, model: Any, input_ids: list[int], tools: Any) -> Any:
+        if input_ids:
+            parsed.append(input_ids)
+        return build(processor, model, input_ids, tools=tools)
+
+    monkeypatch.setattr(module, "build_response_parser", counted)
+    with engine() as running, served(build_app(NAME, model(), tokenizer(), running)) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as asking:
+            messages = [{"role": "user", "content": "oak"}]
+            answer = asking.chat.completions.create(model=NAME, messages=messages, n=3, max_tokens=4, temperature=0)
+    assert [choice.message.content for choice in answer.choices] == 3 * [expected("oak", 4)]
+    assert len(parsed) == 1
 
 
 @pytest.mark.slow
