@@ -20,7 +20,7 @@ from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     AtLeast,
-    Text,
+    PromptText,
     choice_of,
     config_before,
     config_for,
@@ -53,7 +53,7 @@ CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins 
     "lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
-@click.option("--system", metavar="TEXT", type=Text(), help="System message.")
+@click.option("--system", metavar="TEXT", type=PromptText(), help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
 @click.option("--load", metavar="FOLDER", type=Path, help="Continue a conversation that /save kept.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=512, help="Per answer.")

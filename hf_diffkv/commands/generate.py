@@ -22,7 +22,7 @@ from .models import load_tokenizer, position_limit, supported_config, usable_dev
 from .options import (
     AtLeast,
     Between,
-    Text,
+    PromptText,
     chain,
     choice_of,
     config_before,
@@ -71,10 +71,10 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 @click.option("--example", is_flag=True, help="A long document with a question, in place of a PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
 @click.option(
-    "--then", metavar="TEXT", type=Text(), multiple=True, help="A further turn on the same cache; repeatable."
+    "--then", metavar="TEXT", type=PromptText(), multiple=True, help="A further turn on the same cache; repeatable."
 )
 @click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
-@click.option("--system", metavar="TEXT", type=Text(), help="System message for --chat.")
+@click.option("--system", metavar="TEXT", type=PromptText(), help="System message for --chat.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
 @click.option("--save-cache", metavar="FOLDER", type=Path, help="Keep the cache and what was written for --load-cache.")

@@ -104,7 +104,7 @@ class Ratio(Parsed):
             raise ValueError(f"{text!r} is no ratio; give a number above 0 and at most 1, such as 0.23.") from None
 
 
-class Text(Parsed):
+class PromptText(Parsed):
     """Text that can be tokenised: bytes of the command line that are no UTF-8 become characters that cannot."""
 
     name = "TEXT"
@@ -269,8 +269,8 @@ config_options = chain(
 
 # a text as argument, by --prompt, or by --prompt-file
 prompt_options = chain(
-    click.argument("text", metavar="[PROMPT]", type=Text(), required=False),
-    click.option("--prompt", metavar="TEXT", type=Text(), help="The same as PROMPT; - reads it from stdin."),
+    click.argument("text", metavar="[PROMPT]", type=PromptText(), required=False),
+    click.option("--prompt", metavar="TEXT", type=PromptText(), help="The same as PROMPT; - reads it from stdin."),
     click.option("--prompt-file", metavar="FILE", help="UTF-8; one newline at its end is dropped; - is stdin."),
 )
 
