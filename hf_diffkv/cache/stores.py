@@ -230,7 +230,16 @@ class Stores:
             if heads.device not in self._budgets:
                 self._budgets[heads.device] = budget_of(config.max_bytes, heads.device)
             config = dataclasses.replace(config, max_bytes=self._budgets[heads.device])
-        store = Store(config, layers, batch_size, heads, **sizes)
+        try:
+            store = Store(config, layers, batch_size, heads, **sizes)
+        except RuntimeError as error:
+            # what PyTorch raises without a GPU, or for sizes beyond any memory
+            if not any(part in str(error) for part in ("DefaultCPUAllocator", "overflow")):
+                raise
+            raise MemoryError(
+                f"a window of {config.window} and {config.sinks} sinks, which are held uncompressed from the start, do "
+                "not fit into memory; lower them or the batch size."
+            ) from error
         store.moments, store.lowering.harm = self.moments, self._harm_of(store)
         return store
 

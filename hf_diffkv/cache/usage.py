@@ -83,8 +83,9 @@ class Usage:
             self._model = self._run = self._thread = None
 
     def __deepcopy__(self, memo: dict) -> Usage:
-        twin = Usage()
-        twin._model = self._model
+        twin, held = Usage(), self.model
+        # a model that is copied along, before its cache
+        twin._model = None if held is None else weakref.ref(memo.get(id(held), held))
         return twin
 
     def __reduce__(self) -> tuple:

@@ -101,7 +101,7 @@ def recalling(document: Document) -> Document:
 
 def copying(document: Document, tokenizer: Any, index: int) -> Document:
     """Appends a repeated part of the text; predictions count once it is clear which part."""
-    start = random.Random(f"{SEED}/copy/{index}").randrange(len(document.context) // 2)
+    start = random.Random(f"{SEED}/copy/{index}").randrange(max(1, len(document.context) // 2))
     again = document.context[start : start + FOLLOWING]
     copied = replace(
         document, name=f"copy-{index}", context=(*document.context, *encode(tokenizer, "\n\n")), continuation=again

@@ -20,6 +20,7 @@ from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     AtLeast,
+    PromptText,
     choice_of,
     config_before,
     config_for,
@@ -52,7 +53,7 @@ CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins 
     "lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
-@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--system", metavar="TEXT", type=PromptText(), help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
 @click.option("--load", metavar="FOLDER", type=Path, help="Continue a conversation that /save kept.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=512, help="Per answer.")
@@ -111,7 +112,13 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
 def _lines(options: SimpleNamespace) -> Iterator[str]:
     """Yields the user's input line by line."""
     if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        try:
+            for line in sys.stdin:
+                # some locales let bytes pass that are no text
+                line.encode("utf-8")
+                yield line.rstrip("\n")
+        except UnicodeError as error:
+            raise Failure("stdin is not UTF-8 text.") from error
         return
     try:
         import readline  # noqa: F401  lets input() edit lines and remember them

@@ -21,6 +21,8 @@ from .env import versions
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     AtLeast,
+    Between,
+    PromptText,
     chain,
     choice_of,
     config_before,
@@ -42,8 +44,8 @@ SAMPLING = ("temperature", "top_p", "top_k")
 sampling_options = chain(
     click.option("--sample", is_flag=True, help="Draw tokens at random instead of taking the likeliest."),
     click.option("--seed", metavar="N", type=int, default=0, help="For --sample."),
-    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="For --sample."),
-    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="For --sample."),
+    click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="For --sample."),
+    click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="For --sample."),
     click.option("--top-k", metavar="N", type=AtLeast(), help="For --sample."),
 )
 
@@ -68,9 +70,11 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 @prompt_options
 @click.option("--example", is_flag=True, help="A long document with a question, in place of a PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
-@click.option("--then", metavar="TEXT", multiple=True, help="A further turn on the same cache; repeatable.")
+@click.option(
+    "--then", metavar="TEXT", type=PromptText(), multiple=True, help="A further turn on the same cache; repeatable."
+)
 @click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
-@click.option("--system", metavar="TEXT", help="System message for --chat.")
+@click.option("--system", metavar="TEXT", type=PromptText(), help="System message for --chat.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
 @click.option("--save-cache", metavar="FOLDER", type=Path, help="Keep the cache and what was written for --load-cache.")

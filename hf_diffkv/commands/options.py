@@ -104,6 +104,19 @@ class Ratio(Parsed):
             raise ValueError(f"{text!r} is no ratio; give a number above 0 and at most 1, such as 0.23.") from None
 
 
+class PromptText(Parsed):
+    """Text that can be tokenised: bytes of the command line that are no UTF-8 become characters that cannot."""
+
+    name = "TEXT"
+
+    def parse(self, text: str) -> str:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it is not UTF-8 text.") from None
+        return text
+
+
 class Numbers(Parsed):
     """Comma-separated numbers of at least 0, in rising order without repetition."""
 
@@ -117,6 +130,16 @@ class Numbers(Parsed):
         if not values or not all(0 <= each < float("inf") for each in values):
             raise ValueError(f"{text!r} is no list of numbers of at least 0, such as 1,2,3")
         return tuple(values)
+
+
+class Between(click.FloatRange):
+    """Number within a range, which NaN is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        number = super().convert(value, param, context)
+        if number != number:
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, context)
+        return number
 
 
 class AtLeast(click.IntRange):
@@ -246,8 +269,8 @@ config_options = chain(
 
 # a text as argument, by --prompt, or by --prompt-file
 prompt_options = chain(
-    click.argument("text", metavar="[PROMPT]", required=False),
-    click.option("--prompt", metavar="TEXT", help="The same as PROMPT; - reads it from stdin."),
+    click.argument("text", metavar="[PROMPT]", type=PromptText(), required=False),
+    click.option("--prompt", metavar="TEXT", type=PromptText(), help="The same as PROMPT; - reads it from stdin."),
     click.option("--prompt-file", metavar="FILE", help="UTF-8; one newline at its end is dropped; - is stdin."),
 )
 
@@ -276,7 +299,8 @@ def read_file(name: str) -> str:
     """
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
-        return data.decode("utf-8").removesuffix("\n")
+        # Windows' editors may write a mark at the beginning and two characters for a newline
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except OSError as error:
         raise click.UsageError(f"cannot read {name}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

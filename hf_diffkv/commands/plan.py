@@ -15,6 +15,7 @@ from .console import Command, Failure, megabytes, one_line, paragraph, progress,
 from .models import supported_config
 from .options import (
     AtLeast,
+    Between,
     Budget,
     Bytes,
     chain,
@@ -65,7 +66,7 @@ size_options = chain(
 @click.option(
     "--high-share",
     metavar="X",
-    type=click.FloatRange(0, 1),
+    type=Between(0, 1),
     multiple=True,
     help="Of the tokens, where there are two levels.  [default: 0, 0.5, 1]",
 )

@@ -14,6 +14,7 @@ from .models import load_tokenizer, position_limit, supported_config, usable_dev
 from .options import (
     MAX_KL,
     AtLeast,
+    Between,
     ConfigChoice,
     choice_of,
     config_before,
@@ -44,9 +45,7 @@ GENTLER = ("K8V4", "K8V8")
 @click.option(
     "--continued", metavar="N", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens after it that are compared."
 )
-@click.option(
-    "--max-kl", metavar="X", type=click.FloatRange(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats."
-)
+@click.option("--max-kl", metavar="X", type=Between(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats.")
 @config_options
 @running_options
 @json_option

@@ -131,21 +131,30 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
     Raises:
         ValueError: the weights are quantised already.
         ImportError: bitsandbytes is missing.
+        OSError: a file of the weights is missing or damaged.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     chosen = dtype if dtype == "auto" else getattr(torch, dtype)
     if weights is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=chosen).to(device).eval()
+        return _from_pretrained(path, dtype=chosen).to(device).eval()
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(f"weights={weights!r} needs bitsandbytes: pip install bitsandbytes")
     if getattr(AutoConfig.from_pretrained(path), "quantization_config", None) is not None:
         raise ValueError(f"its weights are quantised already; leave weights={weights!r} out.")
     bits = BitsAndBytesConfig(load_in_4bit=weights == "4bit", load_in_8bit=weights == "8bit", bnb_4bit_quant_type="nf4")
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=chosen, quantization_config=bits, device_map={"": device}
-    ).eval()
+    return _from_pretrained(path, dtype=chosen, quantization_config=bits, device_map={"": device}).eval()
+
+
+def _from_pretrained(path: str, **options: Any) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, **options)
+    except SafetensorError as error:
+        raise OSError(f"a file of the weights in {path} is damaged or cut off ({error}); get it again.") from error
 
 
 def hide_progress_bars(quiet: bool) -> None:

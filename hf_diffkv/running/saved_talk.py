@@ -25,7 +25,12 @@ def read_talk(folder: Path) -> dict[str, Any]:
     path = folder / TALK_NAME
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return {"ids": saved["ids"], "first": saved["first"]}
+        ids, first = saved["ids"], saved["first"]
+        if not isinstance(ids, list) or not all(type(each) is int for each in ids):
+            raise ValueError("no token ids")
+        if not isinstance(first, (str, type(None))):
+            raise ValueError("no message")
+        return {"ids": ids, "first": first}
     except OSError as error:
         raise EvaluationError(f"cannot read {path}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:

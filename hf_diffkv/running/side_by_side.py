@@ -8,10 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -39,6 +43,8 @@ EXPECTED_ERRORS = (ValueError, OSError, MemoryError, NotImplementedError, HandOv
 WARM_UP_TOKENS = 3
 # exit code of a process that SIGPIPE ended, as shells report it
 BROKEN_PIPE = 141
+# exit code of a process that SIGTERM ended
+TERMINATED = 128 + signal.SIGTERM
 # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
 NEW_PROCESS = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
@@ -153,7 +159,8 @@ def run_in_fresh_process(job: Job) -> FinishedRun:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         sys.stdout.flush()
         command = [sys.executable, "-c", NEW_PROCESS, str(job_path), str(run_path)]
-        code = subprocess.run(command, env=environment).returncode
+        with _ending_with_us():
+            code = subprocess.run(command, env=environment).returncode
         if code == BROKEN_PIPE:
             raise BrokenPipeError
         if not run_path.exists():
@@ -163,6 +170,23 @@ def run_in_fresh_process(job: Job) -> FinishedRun:
     if "error" in result:
         raise RunError(f"{job.cache}: {result['error']}")
     return FinishedRun(**result)
+
+
+@contextmanager
+def _ending_with_us() -> Iterator[None]:
+    """Makes SIGTERM raise `SystemExit` within the block, so that `subprocess.run` kills the process it waits for."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def execute_here(job: Job) -> FinishedRun:

@@ -10,7 +10,7 @@ import torch
 from tiny_models import tiny_model
 from transformers import StoppingCriteria
 
-from hf_diffkv import CacheInUseError, DiffKVCache
+from hf_diffkv import CacheInUseError, DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
 
 
@@ -27,6 +27,26 @@ def test_a_second_model_is_refused_until_reset() -> None:
     first.generate(output, **passing(cache), max_new_tokens=3)
     cache.reset()
     second.generate(tokens, **passing(cache), max_new_tokens=3)
+
+
+def test_a_model_that_is_copied_along_goes_on() -> None:
+    model = tiny_model("llama")
+    cache = DiffKVCache(model.config)
+    output = model.generate(torch.randint(1, 64, (1, 20)), **passing(cache), max_new_tokens=3, do_sample=False)
+    twin, copied = copy.deepcopy((model, cache))
+    written = twin.generate(output, **passing(copied), max_new_tokens=3, do_sample=False)
+    assert written.equal(model.generate(output, **passing(cache), max_new_tokens=3, do_sample=False))
+    with pytest.raises(CacheInUseError, match="another"):
+        model.generate(written, **passing(copied), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("field", ["window", "sinks"])
+@pytest.mark.parametrize("tokens", [10**11, 10**18])
+def test_a_window_beyond_all_memory(field: str, tokens: int) -> None:
+    model = tiny_model("llama")
+    cache = DiffKVCache(model, DiffKVConfig(**{field: tokens}))
+    with pytest.raises(MemoryError, match=f"{tokens}.* do not fit into memory; lower them"):
+        model.generate(torch.randint(1, 64, (1, 20)), **passing(cache), max_new_tokens=3)
 
 
 class Wait(StoppingCriteria):

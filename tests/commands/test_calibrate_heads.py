@@ -279,6 +279,7 @@ def test_a_text_of_the_users(tmp_path: Path) -> None:
         (["--ratio", "0.2", "--thresholds"], "--thresholds measures thresholds"),
         (["--text", str(SHORT), "--length", "4000"], "4 documents need 16128; lower --length, or give a longer text"),
         (["--ratio", "0.2", "--length", "5000"], "lower length"),
+        (["--length", "1"], "a prompt of 1 tokens is too short for 12 facts; raise --length."),
     ],
 )
 def test_what_cannot_be_done(tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str) -> None:

@@ -149,7 +149,12 @@ def test_a_talk_on_one_cache_that_is_saved_and_goes_on(
 
 @pytest.mark.parametrize(
     "line, said",
-    [("/nope", "there is no command /nope"), ("/save", "/save needs a folder."), ("a" * 4096, "the talk has")],
+    [
+        ("/nope", "there is no command /nope"),
+        ("/save", "/save needs a folder."),
+        ("a" * 4096, "the talk has"),
+        ("a\udcff", "stdin is not UTF-8 text."),
+    ],
 )
 def test_a_script_ends_at_what_cannot_be_done(
     line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

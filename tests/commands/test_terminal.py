@@ -160,3 +160,17 @@ def test_a_reader_that_has_had_enough(tmp_path: Path) -> None:
     assert "Traceback" not in errors and "Exception" not in errors
     lines = [line for line in errors.splitlines() if "have not been measured" not in line]
     assert lines[-1].startswith("[1/2]")
+
+
+def test_what_waits_takes_its_process_along(tmp_path: Path) -> None:
+    """SIGTERM to the command alone, like `kill`: the process of the run would write on into the pipe."""
+    command = [sys.executable, "-m", "hf_diffkv", "generate", PROMPT, "--max-new-tokens", "3000", "--quiet"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(TMPDIR=str(tmp_path)), bufsize=0
+    )
+    assert process.stdout.read(1)
+    process.terminate()
+    # until the last process that has the pipe ends
+    written = process.stdout.read()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert len(written) < 2000 and not list(tmp_path.iterdir())

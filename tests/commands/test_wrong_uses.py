@@ -16,6 +16,7 @@ import pytest
 from hf_diffkv import DiffKVConfig, __version__
 from hf_diffkv.cli import main
 from hf_diffkv.commands import COMMANDS, env, load
+from hf_diffkv.commands.options import read_file
 from hf_diffkv.native.library import instructions
 from hf_diffkv.native.path import instructions_at
 from hf_diffkv.running import models
@@ -40,6 +41,9 @@ QUICK = [
     (["generate", "--prompt-file", str(TINY_LM / "model.safetensors")], "model.safetensors is not UTF-8 text."),
     (["generate", ""], "nothing to continue"),
     (["generate", "a", "--then", ""], "nothing to continue"),
+    (["generate", "a\udcff"], "'[PROMPT]': it is not UTF-8 text."),
+    (["generate", "a", "--then", "\udcff"], "'--then': it is not UTF-8 text."),
+    (["chat", "--system", "\udcff"], "'--system': it is not UTF-8 text."),
     (["generate", "a", "--then"], "Option '--then' requires an argument."),
     (["generate", "a", "--max-new-tokens", "0"], "'--max-new-tokens': 0 is too few; give at least 1."),
     (["generate", "a", "--max-new-tokens", "many"], "'--max-new-tokens': 'many' is not a whole number."),
@@ -74,6 +78,7 @@ QUICK = [
     (["generate", "a", "--lossless", "--config", "x"], "--lossless and --config do not go together"),
     (["generate", "a", "--config", str(ROOT)], "diffkv_config.json does not exist"),
     (["generate", "a", "--temperature", "1"], "--temperature is of no effect without --sample."),
+    (["generate", "a", "--sample", "--top-p", "nan"], "'--top-p': nan is not in the range 0<x<=1."),
     (["generate", "a", "--sample", "--top-p", "2"], "'--top-p': 2.0 is not in the range 0<x<=1."),
     (["generate", "a", "--sample", "--temperature", "0"], "'--temperature': 0.0 is not in the range x>0."),
     (["generate", "a", "--sample", "--top-k", "0"], "'--top-k': 0 is too few"),
@@ -93,6 +98,7 @@ QUICK = [
     (["plan", *TINY, "--memory", "24 apples"], "'24 apples' is no size"),
     (["plan", *TINY, "--memory", "24"], "'--memory': '24' is 24 bytes; write 24GB, or 24B if so few are meant."),
     (["plan", *TINY, "--memory", "1GB", "--batch", "0"], "'--batch': 0 is too few"),
+    (["verify", *TINY, "--max-kl", "nan"], "'--max-kl': nan is not in the range x>=0."),
     (["plan", *TINY, "--memory", "1GB", "--high-share", "2"], "'--high-share': 2.0 is not in the range 0<=x<=1."),
     (["inspect", ""], "the prompt is empty; there is nothing to look at."),
     (["inspect", "--model", "tinylm"], "did you mean 'tiny-lm'?"),
@@ -346,3 +352,10 @@ def test_a_saved_configuration_that_is_broken(tmp_path: Path, capsys: pytest.Cap
     assert main(["generate", "a", "--config", str(tmp_path / "saved")]) == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("hf-diffkv: ") and "diffkv_config.json: " in line
+
+
+@pytest.mark.parametrize("text", ["a\r\nb\r\n", "\ufeffa\r\nb", "\ufeffa\r\nb\r\n"])
+def test_files_of_windows_editors(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(text.encode())
+    assert read_file(str(path)) == "a\r\nb"

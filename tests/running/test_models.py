@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
+from hf_diffkv.cli import main
 from hf_diffkv.running import models
 from hf_diffkv.running.models import resolve_model
 
@@ -63,3 +66,13 @@ def test_a_folder_is_left_alone(tmp_path: Path) -> None:
 def test_a_misspelt_short_name(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' is neither a folder nor a known model; did you mean '{meant}'"):
         resolve_model(name)
+
+
+def test_weights_that_are_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(models.TINY_LM, broken)
+    os.truncate(broken / "model.safetensors", 100_000)
+    for command in (["verify"], ["generate", "a", "--no-compare"]):
+        assert main([*command, "--model", str(broken), "--quiet"]) != 0
+        *_, line = capsys.readouterr().err.splitlines()
+        assert f"a file of the weights in {broken} is damaged or cut off" in line

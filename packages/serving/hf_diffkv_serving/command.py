@@ -18,6 +18,7 @@ from hf_diffkv.commands.generate import SAMPLING
 from hf_diffkv.commands.models import load_tokenizer, position_limit, supported_config, usable_device
 from hf_diffkv.commands.options import (
     AtLeast,
+    Between,
     Budget,
     Bytes,
     ConfigChoice,
@@ -62,12 +63,10 @@ operation_options = chain(
     click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
     click.option("--max-queue", metavar="N", type=AtLeast(0), help="Most requests that wait; others get 429."),
     click.option("--max-body", type=Bytes(), default="16MB", show_default=True, help="Of a request; more gets 413."),
-    click.option("--timeout", metavar="S", type=click.FloatRange(0, min_open=True), help="Most seconds of an answer."),
-    click.option("--grace", metavar="S", type=click.FloatRange(0), default=30, help="Seconds to finish when stopped."),
+    click.option("--timeout", metavar="S", type=Between(0, min_open=True), help="Most seconds of an answer."),
+    click.option("--grace", metavar="S", type=Between(0), default=30, help="Seconds to finish when stopped."),
     click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="json: one object per line."),
-    click.option(
-        "--log-every", metavar="S", type=click.FloatRange(0), default=10, help="Seconds between statistics; 0: none."
-    ),
+    click.option("--log-every", metavar="S", type=Between(0), default=10, help="Seconds between statistics; 0: none."),
     click.option("--log-level", metavar="L", type=click.Choice(LOG_LEVELS), default="error", help="Of the server."),
 )
 
@@ -86,7 +85,7 @@ memory_options = chain(
     click.option(
         "--memory-share",
         metavar="X",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=Between(0, 1, min_open=True),
         help="Budget as a share of the memory that is free once the model is loaded.  [default: 0.9; 0.6 on a CPU]",
     ),
     click.option(
@@ -108,8 +107,8 @@ prefix_options = chain(
 
 choice_options = chain(
     click.option("--greedy", is_flag=True, help="Always take the likeliest token."),
-    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Of drawn tokens."),
-    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Draw from this share."),
+    click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="Of drawn tokens."),
+    click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="Draw from this share."),
     click.option("--top-k", metavar="N", type=AtLeast(), help="Draw from the N likeliest tokens."),
     click.option("--seed", metavar="N", type=int, help="For requests without a seed of their own."),
     click.option("--chat-template", metavar="FILE", help="In place of the tokenizer's own."),
