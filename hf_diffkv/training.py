@@ -33,7 +33,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
     Args:
         trainer: trainer that it is added to, by `trainer.add_callback(DiffKVEvaluationCallback(trainer, prompts))`.
         prompts: texts to continue.
-        config: configuration of the cache; None takes `DiffKVConfig.for_model`.
+        config: configuration of the cache; None takes `DiffKVConfig.for_model(model)`, measured heads included.
         max_new_tokens: maximum number of generated tokens per prompt.
         every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does.
 
@@ -97,7 +97,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
             for start in range(0, len(self.prompts), size):
                 batch = self.prompts[start : start + size]
                 dense += self._generate(model, batch, {"cache_implementation": "dynamic"})
-                cache = DiffKVCache(model.config, self.config)
+                cache = DiffKVCache(model, self.config)
                 compressed += self._generate(model, batch, passing(cache))
                 report = cache.memory()
                 for name in counted:

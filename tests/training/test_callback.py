@@ -88,6 +88,20 @@ def test_figures(tmp_path: Path) -> None:
     assert figures["eval_diffkv_payload_ratio"] == sums["payload_bytes"] / sums["dense_bytes"]
 
 
+def test_measured_heads_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, which tell whether heads were measured, reach the cache."""
+    model, asked = tiny_model("llama"), []
+
+    class Noted(DiffKVCache):
+        def __init__(self, asked_model: Any, config: DiffKVConfig | None) -> None:
+            asked.append((asked_model, config))
+            super().__init__(asked_model, config)
+
+    monkeypatch.setattr("hf_diffkv.training.DiffKVCache", Noted)
+    DiffKVEvaluationCallback(make_trainer(model, tmp_path), PROMPTS, max_new_tokens=2).evaluate(model)
+    assert asked == [(model, None)] * 2
+
+
 def test_texts_end_where_the_model_ends_them(tmp_path: Path) -> None:
     model = tiny_model("llama")
     trainer = make_trainer(model, tmp_path)
