@@ -22,8 +22,8 @@ def as_tokens(name: str, value: Any) -> Tensor:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         # of a tokeniser's or generate()'s output
-        ids = next((field for field in ("input_ids", "sequences") if hasattr(value, field)), None)
-        remedy = "tokenise the text first" if ids is None else f"pass its {ids}"
+        found = next((field for field in ("input_ids", "sequences") if hasattr(value, field)), None)
+        remedy = "tokenise the text first" if found is None else f"pass its {found}"
         raise ValueError(f"{name} is a {type(value).__name__}; it must be token ids: {remedy}.") from error
     if ids.ndim == 2 and ids.shape[0] != 1:
         raise ValueError(
