@@ -218,7 +218,7 @@ def _no_padding(padding: Tensor | None, queries: int) -> bool:
 def _short_mask(mask: Tensor, seen: int) -> HandOverError:
     return HandOverError(
         f"the attention mask covers {mask.shape[-1]} keys but the cache has seen {seen}; pass a mask for all tokens, "
-        "past ones included, or call cache.reset() if an earlier forward stopped halfway."
+        "past ones included. If an earlier forward stopped halfway, call cache.reset() first."
     )
 
 

@@ -223,6 +223,10 @@ def test_an_abandoned_forward_is_noticed(count: int) -> None:
     with pytest.raises(Stop):
         run.feed(tokens(3, count))
     hook.remove()
+    # a mask that leaves out the tokens of that forward is refused before the layers are asked
+    with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
+        run.feed(tokens(3, 1))
+    run.ids, run.mask = (torch.cat([each, torch.ones_like(tokens(3, count))], 1) for each in (run.ids, run.mask))
     for use in (lambda: run.feed(tokens(3, 1)), lambda: run.cache.fork(1), lambda: run.cache.crop(0)):
         with pytest.raises(HandOverError, match=r"not all layers that share.*reset\(\)"):
             use()
