@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,24 @@ def complete_levels(cache: DiffKVCache, layer_idx: int) -> Tensor:
     return levels[:, None].expand_as(cache.levels(layer_idx))
 
 
+def for_models_with_states(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test for each family with states, by `name`."""
+    for mark in (
+        pytest.mark.sampled(10),
+        pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer"),
+        pytest.mark.parametrize("name", WITH_STATES),
+    ):
+        test = mark(test)
+    return test
+
+
+def attending(name: str) -> PreTrainedModel:
+    """Returns the tiny model of a family with this library's attention."""
+    model = build(name)
+    model.set_attn_implementation("diffkv")
+    return model
+
+
 CHOICES = {
     "select": (lambda cache: cache.batch_select_indices([2, 0]), [2, 0]),
     "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
@@ -121,12 +140,9 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", WITH_STATES)
-@pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
-@pytest.mark.sampled(10)
+@for_models_with_states
 def test_chosen_rows_of_models_with_states(name: str, choice: str) -> None:
-    model, (choose, index) = build(name), CHOICES[choice]
-    model.set_attn_implementation("diffkv")
+    model, (choose, index) = attending(name), CHOICES[choice]
     first, more = tokens(3, 40), tokens(len(index), 4, seed=2)
     talk = Run(model, DiffKVCache(model.config, LOSSLESS), 3)
     talk.feed(first)
@@ -138,13 +154,10 @@ def test_chosen_rows_of_models_with_states(name: str, choice: str) -> None:
     talk.cache.check_integrity()
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
-@pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
-@pytest.mark.sampled(10)
+@for_models_with_states
 def test_reset_while_recording_empties_states(name: str) -> None:
     """States keep their size in Transformers, which then fits neither another batch nor steps without recording."""
-    model = build(name)
-    model.set_attn_implementation("diffkv")
+    model = attending(name)
     cache, fresh = (DiffKVCache(model.config, LOSSLESS) for _ in range(2))
     talk = Run(model, cache, 3)
     talk.feed(tokens(3, 9))
@@ -158,12 +171,9 @@ def test_reset_while_recording_empties_states(name: str) -> None:
     assert cache.memory() == fresh.memory() and cache.memory().other_bytes > 0
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
-@pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
-@pytest.mark.sampled(10)
+@for_models_with_states
 def test_recurrent_states_give_no_tokens_back(name: str) -> None:
-    model = build(name)
-    model.set_attn_implementation("diffkv")
+    model = attending(name)
     runs = [Run(model, DiffKVCache(model.config, LOSSLESS), 2) for _ in range(2)]
     for run in runs:
         run.feed(tokens(2, 9))
