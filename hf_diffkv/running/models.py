@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,6 +128,7 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
         dtype: "auto" or the name of a PyTorch dtype.
         device: device of the model.
         weights: one of `WEIGHTS`, for which bitsandbytes quantises the weights while they are loaded; None keeps them.
+            With "4bit" a large output head on a CPU gets 4 bits as well (output_head.py).
 
     Raises:
         ValueError: the weights are quantised already.
@@ -143,8 +145,15 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
         raise ImportError(f"weights={weights!r} needs bitsandbytes: pip install bitsandbytes")
     if getattr(AutoConfig.from_pretrained(path), "quantization_config", None) is not None:
         raise ValueError(f"its weights are quantised already; leave weights={weights!r} out.")
+    from .output_head import quantize_head
+
+    # it says of each product with weights in 8 bits that inputs are cast to float16
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     bits = BitsAndBytesConfig(load_in_4bit=weights == "4bit", load_in_8bit=weights == "8bit", bnb_4bit_quant_type="nf4")
-    return _from_pretrained(path, dtype=chosen, quantization_config=bits, device_map={"": device}).eval()
+    model = _from_pretrained(path, dtype=chosen, quantization_config=bits, device_map={"": device}).eval()
+    if weights == "4bit":
+        quantize_head(model)
+    return model
 
 
 def _from_pretrained(path: str, **options: Any) -> Any:
