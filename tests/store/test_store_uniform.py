@@ -101,6 +101,21 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
         store.look()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_infinite_elements_that_stay_unquantised_are_refused(side: str, dtype: torch.dtype) -> None:
+    """The square of the limit is infinite too where nothing is quantised."""
+    pair = RotatedPair(uniform(Precision(16, 16), center=False, window=4), 1, 1, 1, 16, dtype)
+    states = {"key": pair.draw(1, 9), "value": pair.draw(1, 9)}
+    states[side][:, :, 3, 2] = float("inf")
+    with use_backend("kernels"):
+        begin_forward(pair.store, 9)
+        attend_prompt(pair.store, 0, pair.draw(1, 9), *states.values(), softmax=Softmax(0.2))
+        with pytest.raises(ValueError, match="NaN, infinite or beyond"):
+            pair.store.look()
+
+
 @pytest.mark.parametrize("name", ["balanced", "quality"])
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,8 @@ def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, TIER: tl.constexpr
         BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
         WIDTH: tl.constexpr = padded_width(DIM, BITS)
         x, squares = rotated_tile(rows, active, matrix, DIM, 1, ROOT, DIM, BITS, WIDTH, INNER, OPERAND)
-        good = squares <= limit * limit
+        # the square of a large limit is infinite, as is that of an infinite element
+        good = (squares <= limit * limit) & (squares < float("inf"))
     return x, good
 
 
