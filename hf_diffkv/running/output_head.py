@@ -70,7 +70,7 @@ def _in_4_bits(weight: Tensor) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     padded = functional.pad(weight, (0, 0, 0, -len(weight) % BLOCK_ROWS))
-    layer = Linear4bit(weight.shape[1], len(padded), bias=False, device="meta")
+    layer = Linear4bit(weight.shape[1], len(padded), bias=False, compute_dtype=weight.dtype, device="meta")
     layer.weight = Params4bit(padded, requires_grad=False, blocksize=SCALED_ELEMENTS, quant_type="nf4", module=layer)
     layer = layer.to("cpu").eval()
     with torch.no_grad():

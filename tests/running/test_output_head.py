@@ -40,7 +40,7 @@ def hidden(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (1,), ()])
 def test_largest_logits_are_exact_and_the_others_near(shape: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
     plain = linear(bias, dtype)
@@ -49,7 +49,7 @@ def test_largest_logits_are_exact_and_the_others_near(shape: tuple[int, ...], dt
     exact = state.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0)
     assert logits.shape == exact.shape and logits.dtype == dtype
     error = (logits.double() - exact).abs().flatten()
-    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    rounding = max(torch.finfo(dtype).eps, 1e-5)
     assert int((error <= rounding * exact.abs().flatten() + rounding).sum()) >= CANDIDATES
     # the candidates of 4 bits have the largest logits among them
     best = exact.flatten().topk(20).indices
