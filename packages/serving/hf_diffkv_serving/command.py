@@ -99,7 +99,9 @@ memory_options = chain(
 
 prefix_options = chain(
     click.option(
-        "--prefix-bytes", type=Bytes(), help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]"
+        "--prefix-bytes",
+        type=Bytes(least=0),
+        help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]",
     ),
     click.option("--prefix-folder", metavar="FOLDER", type=Path, help="For prefixes that memory has no room for."),
     click.option("--prefix-folder-bytes", type=Bytes(), help="Most bytes of its files.  [default: no limit]"),
