@@ -50,10 +50,19 @@ class Parsed(click.ParamType):
 
 
 class Bytes(Parsed):
-    """Size for `bytes_in`, such as 24GB."""
+    """Size for `bytes_in`, such as 24GB.
+
+    Args:
+        least: 1, or 0 if nothing is a size as well.
+    """
 
     name = "SIZE"
-    parse = staticmethod(bytes_in)
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
+    def parse(self, text: str) -> int:
+        return bytes_in(text, self._least)
 
 
 class Budget(Parsed):

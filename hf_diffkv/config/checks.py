@@ -125,16 +125,20 @@ def as_bytes(name: str, value: Any) -> int | str:
         raise ValueError(f"{name}={error}") from error
 
 
-def bytes_in(text: str) -> int:
-    """Parses a size such as 24GB, 512MiB or 1000000 to bytes. Raises `ValueError`, which begins with the text."""
+def bytes_in(text: str, least: int = 1) -> int:
+    """Parses a size such as 24GB, 512MiB or 1000000 to bytes. Raises `ValueError`, which begins with the text.
+
+    Args:
+        least: 1, or 0 if nothing is a size as well.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     if match is None or match[2].lower() not in {"", *units}:
         raise ValueError(f"{text!r} is no size; write 24GB, 512MiB or a number of bytes.")
     size = int(float(match[1]) * units.get(match[2].lower(), 1))
-    if size < 1:
+    if size < least:
         raise ValueError(f"{text!r} is nothing; give at least a byte.")
-    if not match[2] and size < LEAST_WITHOUT_UNIT:
+    if not match[2] and 0 < size < LEAST_WITHOUT_UNIT:
         raise ValueError(f"{text!r} is {size} bytes; write {match[1]}GB, or {size}B if so few are meant.")
     return size
 

@@ -200,6 +200,14 @@ def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "the API key is empty; give --api-key or HF_DIFFKV_API_KEY one" in capsys.readouterr().err
 
 
+def test_a_key_that_no_client_can_send(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # as a file with a newline at its end has it; the other options are refused later
+    monkeypatch.setenv("HF_DIFFKV_API_KEY", "secret\n")
+    assert main(["serve", "tiny-lm", "--max-bytes=1GB", "--memory-share=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "the API key ends in white space" in said and "secret" not in said
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no two sockets have one address there")
 def test_another_server_got_the_address(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Two servers may have one address until one of them listens, which here happens while the other loads."""

@@ -99,7 +99,9 @@ memory_options = chain(
 
 prefix_options = chain(
     click.option(
-        "--prefix-bytes", type=Bytes(), help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]"
+        "--prefix-bytes",
+        type=Bytes(least=0),
+        help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]",
     ),
     click.option("--prefix-folder", metavar="FOLDER", type=Path, help="For prefixes that memory has no room for."),
     click.option("--prefix-folder-bytes", type=Bytes(), help="Most bytes of its files.  [default: no limit]"),
@@ -159,6 +161,9 @@ def _check(options: SimpleNamespace) -> None:
     # click takes an empty variable for one that is not set
     if options.api_key == "" or options.api_key is None and os.environ.get(API_KEY) == "":
         raise click.UsageError(f"the API key is empty; give --api-key or {API_KEY} one, or leave both out.")
+    if options.api_key is not None and options.api_key != options.api_key.rstrip():
+        # HTTP leaves it out of what clients send
+        raise click.UsageError(f"the API key ends in white space; take it off --api-key or {API_KEY}.")
     if options.max_bytes is not None and options.memory_share is not None:
         raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
     ranks = os.environ.get(RANKS, "1")

@@ -216,7 +216,9 @@ def _uniform(state: Any, sampling: Sampling) -> float:
     position = len(state.initial_tokens) - start + len(state.generated_tokens)
     child = state.request_id.rpartition(CHILD)
     answer = int(child[2]) + 1 if child[1] and child[2].isdigit() else 0
-    bits = np.random.Philox(key=[sampling.seed % 2**64, answer], counter=position)
+    # numpy would round a list with a number of 64 bits to floats
+    key = np.array([sampling.seed % 2**64, answer], dtype=np.uint64)
+    bits = np.random.Philox(key=key, counter=position)
     return float(np.random.Generator(bits).random())
 
 

@@ -82,7 +82,7 @@ class Answer(ABC):
         generation = self.served.generation
         # a long text takes seconds to tokenise, in which other clients are answered
         asked = await asyncio.to_thread(self.asked, generation.sampling)
-        run = generation.start(self.request_id, asked)
+        run = await generation.start(self.request_id, asked)
         if self.body.stream:
             return StreamingResponse(self._stream(run), media_type="text/event-stream")
         return json_response(self.whole(run, await run.collect()))

@@ -131,8 +131,8 @@ class Generation:
         # the first call may change the tokenizer's truncation, which several threads at once must not
         tokenizer("a")
         self._seeds = random.Random(seed)
-        # requests that a stop string has ended, and the engine not yet
-        self._stopped: set[str] = set()
+        # requests that a stop string has ended, and the engine not yet; an event is set once it has
+        self._stopped: dict[str, asyncio.Event] = {}
         config = engine.model.generation_config
         self._usual_length = max(config.max_new_tokens or 0, USUAL_LENGTH)
         ends = engine.generation_config.eos_token_id
@@ -154,18 +154,23 @@ class Generation:
         if error is not None:
             raise RefusedError(503, f"the engine failed and takes no requests: {error}")
 
-    def start(self, request_id: str, asked: Asked) -> Run:
+    async def start(self, request_id: str, asked: Asked) -> Run:
         """Brings a request to the engine.
 
         Raises:
             RefusedError: there is no room for it, its name belongs to another one, or the engine is stopped.
         """
-        self.check_alive()
+        if CHILD in request_id:
+            raise RefusedError(400, f"x-request-id: {request_id!r} has {CHILD!r} in it; choose another id.")
         names = [f"{request_id}-{i}" if i else request_id for i in range(len(asked.prompts))]
         answers = [[name, *children(name, asked.n - 1)] for name in names]
         flat = [name for each in answers for name in each]
+        # whoever has all of an answer may use its id again
+        for ended in [self._stopped[name] for name in flat if name in self._stopped]:
+            await ended.wait()
+        self.check_alive()
         handlers = self.engine.output_router.result_handlers
-        if any(name in handlers for name in flat) or CHILD in request_id:
+        if any(name in handlers for name in flat):
             raise RefusedError(409, f"the request id {request_id!r} belongs to a request that is not done.")
         limits = [self._limit(prompt, asked.max_new_tokens) for prompt in asked.prompts]
         run = Run(sum(map(len, asked.prompts)))
@@ -223,14 +228,14 @@ class Generation:
 
     def _handler(self, answer: _Answer, name: str) -> Callable[[Any], None]:
         def handle(output: Any) -> None:
-            if output.is_finished():
-                self._stopped.discard(name)
+            if output.is_finished() and name in self._stopped:
+                self._stopped.pop(name).set()
             try:
                 if output.error is not None:
                     self.check_alive()
                     answer.fail(RefusedError(500, f"the request failed: {output.error}"))
                 elif answer.take(output):
-                    self._stopped.add(name)
+                    self._stopped[name] = asyncio.Event()
                     self.engine.end_request(name, "stop")
             except RefusedError as error:
                 answer.fail(error)

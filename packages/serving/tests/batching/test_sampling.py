@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batching import LOSSLESS, NEW, TIGHT, chunks, expected, prompts, request_config
-from hf_diffkv_serving.batching.engine_names import children
+from hf_diffkv_serving.batching.engine_names import RequestState, children
 from hf_diffkv_serving.batching.sampling import Sampling, TokenLogprobs, draw
+from hf_diffkv_serving.batching.sampling import _uniform as uniform
 from tiny_models import tiny_model
 from transformers import (
     GenerationConfig,
@@ -89,6 +91,17 @@ def test_scores_that_are_no_numbers_do_no_harm() -> None:
     scores = torch.stack([torch.full((VOCABULARY,), torch.nan), torch.arange(VOCABULARY) * 1.0])
     for sampling in (Sampling(0.01), Sampling(0.01, top_p=0.5), Sampling(0.01, top_k=5)):
         assert draw(scores, [sampling] * 2, [0.5, 0.5])[1] == VOCABULARY - 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_seed_of_64_bits_draws_its_own_numbers() -> None:
+    seeds = [0, 1, 2**63 - 1, -(2**63), *range(-40, 0)]
+    requests = [RequestState(name, [1]) for name in ("answer", *children("answer", 1))]
+    drawn = {uniform(request, Sampling(1.0, seed=seed)) for seed in seeds for request in requests}
+    assert len(drawn) == len(seeds) * len(requests)
+    # a generator that was seeded by hand
+    by_hand = np.random.Philox(counter=0, key=(1 << 64) | (2**64 - 40))
+    assert uniform(requests[1], Sampling(1.0, seed=-40)) == np.random.Generator(by_hand).random()
 
 
 @contextmanager

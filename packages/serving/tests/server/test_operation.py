@@ -199,6 +199,26 @@ def test_what_is_under_way_is_counted(served: Callable) -> None:
     served(use, requests=2)
 
 
+def test_an_id_is_free_once_its_answer_is_there(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        ask = functools.partial(client.complete, None, **{**ENDLESS, "stop": list("0123456789")})
+        end, loop = client.engine.end_request, asyncio.get_running_loop()
+        # an engine in the midst of a long forward
+        client.engine.end_request = lambda *arguments: loop.call_later(0.2, end, *arguments)
+        for n in (1, 3):
+            first = await ask(headers={"x-request-id": "mine"}, n=n)
+            again = await ask(headers={"x-request-id": "mine"}, n=n)
+            assert first.status_code == again.status_code == 200, again.text
+            reasons = [choice["finish_reason"] for choice in first.json()["choices"]]
+            assert again.json()["choices"] == first.json()["choices"] and reasons == ["stop"] * n
+        for name in ("a__child#0", "__child#"):
+            refused = await ask(headers={"x-request-id": name})
+            assert refused.status_code == 400 and "'__child#' in it; choose another" in refused.text
+        await client.idle()
+
+    served(use)
+
+
 def test_the_key(served: Callable) -> None:
     async def use(client: Client) -> None:
         for given in (None, "Bearer wrong", "Bearer secret!", "secret", "Bearer sécret"):

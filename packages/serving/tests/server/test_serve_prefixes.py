@@ -16,20 +16,19 @@ import hf_diffkv.prefixes
 @pytest.mark.parametrize(
     ("given", "folder", "limit"),
     [
-        (None, False, AMPLE // 8),
-        (None, True, AMPLE // 8),
-        (5_000_000, False, 5_000_000),
-        (0, True, 0),
-        (0, False, None),
+        ("", False, AMPLE // 8),
+        ("", True, AMPLE // 8),
+        ("--prefix-bytes=5MB", False, 5_000_000),
+        ("--prefix-bytes=0", True, 0),
+        ("--prefix-bytes=0", False, None),
+        ("--prefix-bytes=0GB", False, None),
     ],
 )
-def test_prefixes_are_kept_beside_the_budget(
-    given: int | None, folder: bool, limit: int | None, tmp_path: Path
-) -> None:
+def test_prefixes_are_kept_beside_the_budget(given: str, folder: bool, limit: int | None, tmp_path: Path) -> None:
     model = tiny_model("llama")
     engine = model.init_continuous_batching(request_config(LOSSY), chunks())
-    place = tmp_path / "prefixes" if folder else None
-    options = SimpleNamespace(prefix_bytes=given, prefix_folder=place, prefix_folder_bytes=None)
+    place = [f"--prefix-folder={tmp_path / 'prefixes'}"] if folder else []
+    options = SimpleNamespace(**serve.command.make_context("serve", ["tiny-lm", *given.split(), *place]).params)
     serve._use_prefixes(options, model, LOSSY, engine)
     engine.stop()
     if limit is None:
