@@ -7,7 +7,7 @@ first step of a turn is not timed, and the other processes compute nothing meanw
 this commit is left out. It needs `make llama-cpp` and `make models GGUF=1`.
 
     python benchmarks/cpu_stack.py [--models qwen2.5-coder-0.5b] [--tokens 256 4096] [--caches balanced q8_0]
-    python benchmarks/cpu_stack.py --table [--document]   # what was measured; into docs/from-llama-cpp.md as well
+    python benchmarks/cpu_stack.py --table [--document]   # what was measured; into README.md and docs/ as well
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure also what the output has for this commit")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")
     parser.add_argument("--table", action="store_true", help="measure nothing, print what the output holds")
-    parser.add_argument("--document", action="store_true", help="with --table: into docs/from-llama-cpp.md as well")
+    parser.add_argument("--document", action="store_true", help="with --table: into README.md and docs/ as well")
     args = parser.parse_args(arguments)
     if min(args.threads, args.turns, args.steps) < 1 or min(args.tokens) < 1:
         parser.error("--threads, --turns, --steps and --tokens must be at least 1")

@@ -1,7 +1,8 @@
-"""Tables of what `cpu_stack.py` wrote, on the terminal and in docs/from-llama-cpp.md.
+"""Tables of what `cpu_stack.py` wrote, on the terminal, in README.md and in docs/from-llama-cpp.md.
 
-Of repeated measurements of one case the newest counts. In the document a table stands between
-`<!-- cpu_stack: MODEL TOKENS,... CACHE;... -->` and `<!-- end -->`.
+Of repeated measurements of one case the newest counts. In a document a table stands between
+`<!-- cpu_stack: MODEL TOKENS,... CACHE;... -->` and `<!-- end -->`. With ` steps` behind the caches it lacks prompts
+and peaks.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 from tables import markdown
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "from-llama-cpp.md"
-BLOCK = re.compile(r"(<!-- cpu_stack: (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "from-llama-cpp.md")
+BLOCK = re.compile(r"(<!-- cpu_stack: (\S+) (\S+) (\S+)( steps)? -->\n).*?(<!-- end -->)", re.DOTALL)
 CASE = ("device", "threads", "model", "tokens", "stack", "weights", "cache")
 HEADER = ("stack", "weights", "cache", "tokens", "ms per token", "least", "deviation", "prompt, s", "peak, MB")
 HEADER += ("loading, MB", "cache, MB")
@@ -65,29 +67,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts) or "nothing was measured"
 
 
-def overview(rows: list[dict[str, Any]], model: str, tokens: Sequence[int], caches: Sequence[str]) -> str:
+def overview(
+    rows: list[dict[str, Any]], model: str, tokens: Sequence[int], caches: Sequence[str], steps_alone: bool = False
+) -> str:
     """Returns a line for each stack with the milliseconds per token at each length.
 
-    Prompt and peak are of the longest length that all stacks were measured at.
+    Prompt and peak are of the longest length that all stacks were measured at; `steps_alone` leaves them out.
     """
     mine = [row for row in rows if row["model"] == model and row["cache"] in caches and row["tokens"] in tokens]
     kinds = dict.fromkeys(map(kind, mine))
     common = [count for count in tokens if kinds.keys() == {kind(row) for row in mine if row["tokens"] == count}]
     compared = common[-1] if common else tokens[-1]
     longest = f"{compared:,}"
-    header = [
-        "weights, cache",
-        *(f"{count:,}" for count in tokens),
-        f"prompt of {longest}, s",
-        f"peak at {longest}, MB",
-    ]
+    header = ["weights, cache", *(f"{count:,}" for count in tokens)]
+    header += [] if steps_alone else [f"prompt of {longest}, s", f"peak at {longest}, MB"]
     lines = []
     for stack, weights, cache in kinds:
         by_length = {row["tokens"]: row for row in mine if kind(row) == (stack, weights, cache)}
         steps = [f"{by_length[count]['step_ms']:.0f}" if count in by_length else "-" for count in tokens]
         last = by_length.get(compared)
         ends = ["-", "-"] if last is None else [f"{last['prompt_seconds']:.0f}", megabytes(last["peak_bytes"])]
-        lines.append([f"{weights}, {cache}", *steps, *ends])
+        lines.append([f"{weights}, {cache}", *steps, *([] if steps_alone else ends)])
     return markdown(header, lines)
 
 
@@ -96,11 +96,12 @@ def filled(text: str, rows: list[dict[str, Any]]) -> str:
 
     def made(match: re.Match) -> str:
         tokens = [int(count) for count in match[3].split(",")]
-        return f"{match[1]}{overview(rows, match[2], tokens, match[4].split(';'))}\n{match[5]}"
+        return f"{match[1]}{overview(rows, match[2], tokens, match[4].split(';'), match[5] is not None)}\n{match[6]}"
 
     return BLOCK.sub(made, text)
 
 
 def document(path: Path) -> None:
-    """Puts the tables of a file's results into the document."""
-    DOCUMENT.write_text(filled(DOCUMENT.read_text(), read(path)))
+    """Puts the tables of a file's results into the documents."""
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(), read(path)))

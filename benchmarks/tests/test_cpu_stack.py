@@ -172,8 +172,18 @@ def test_the_newest_of_a_case_counts_and_tables_are_by_length(script, tmp_path: 
     assert report.table([]) == "nothing was measured"
 
 
-def test_the_document_has_the_tables_of_the_results(script) -> None:
+def test_the_documents_have_the_tables_of_the_results(script) -> None:
     module, report = script("cpu_stack"), script("stack_report")
-    text = report.DOCUMENT.read_text()
-    assert len(report.BLOCK.findall(text)) == text.count("<!-- end -->") > 0
-    assert text == report.filled(text, report.read(module.RESULTS)), "python benchmarks/cpu_stack.py --table --document"
+    for document in report.DOCUMENTS:
+        text = document.read_text()
+        assert text.count("<!-- cpu_stack: ") == len(report.BLOCK.findall(text)) > 0
+        made = report.filled(text, report.read(module.RESULTS))
+        assert text == made, "python benchmarks/cpu_stack.py --table --document"
+
+
+def test_steps_alone_leave_out_prompts_and_peaks(script) -> None:
+    report = script("stack_report")
+    text = "a\n<!-- cpu_stack: m 256,4096 balanced steps -->\nold\n<!-- end -->\nb"
+    lines = ["| weights, cache | 256 | 4,096 |", "|---|---|---|", "| 4bit, balanced | 20 | 22 |", "<!-- end -->", "b"]
+    rows = [row(256, "balanced", 20.0), row(4096, "balanced", 22.0)]
+    assert report.filled(text, rows).splitlines()[2:] == lines
