@@ -17,7 +17,7 @@ def new_handle(layer: Any) -> Tensor:
     """Assigns a number, int64 [1] on the CPU, under which compiled graphs find `layer` while it lives."""
     number = next(_numbers)
     _layers[number] = layer
-    return torch.tensor([number])
+    return torch.tensor([number], device="cpu")
 
 
 def layer_of(handle: Tensor) -> Any:

@@ -134,8 +134,8 @@ def _dense(linear: nn.Module, latent: Tensor) -> Tensor:
     """Applies a module to the unit vectors, to zero, and to a vector that shows whether it is a matrix product."""
     rank, dtype, device = latent.shape[-1], latent.dtype, latent.device
     # of the magnitude of latents, which are normalised
-    probe = torch.arange(1, rank + 1).mul(2.4).sin().mul(2**0.5)
-    inputs = torch.cat([torch.eye(rank), torch.zeros(1, rank), probe[None]]).to(device, dtype)
+    probe = torch.arange(1, rank + 1, dtype=torch.float32, device=device).mul(2.4).sin().mul(2**0.5)
+    inputs = torch.cat([torch.eye(rank, out=probe.new_empty(0)), probe.new_zeros(1, rank), probe[None]]).to(dtype)
     rows, zero, probed = linear(inputs).to(dtype).split([rank, 1, 1])
     name = type(linear).__name__
     if not bool(rows.isfinite().all()) or bool(zero.any()):

@@ -38,13 +38,13 @@ class ChosenRows:
         """Repeats every sequence `repeats` times, with copies next to each other."""
         if isinstance(repeats, bool) or not isinstance(repeats, Integral) or repeats < 1:
             raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
-        self._select(torch.arange(self._rows()).repeat_interleave(repeats))
+        self._select(torch.arange(self._rows(), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices` (int64, or bool [batch]) and frees the pages of the others at once."""
         indices = as_index("indices", indices)
         try:
-            index = torch.arange(self._rows()).to(indices.device)[indices]
+            index = torch.arange(self._rows(), device="cpu").to(indices.device)[indices]
         except IndexError as error:
             raise ValueError(f"indices={indices.tolist()}: this cache holds {self._rows()} sequences.") from error
         self._select(index)

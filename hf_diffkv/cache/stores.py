@@ -101,7 +101,7 @@ class Stores:
         # whether the cache also has layers of Transformers' own, and those before the first compressed one
         self.beside_others = False
         self.earlier = EarlierLayers()
-        self.order = torch.zeros(1)
+        self.order = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.tensor_parallel = TensorParallel()
         # device of each compressed layer; None: one device for all, or unknown
         self.devices: list[torch.device] | None = None

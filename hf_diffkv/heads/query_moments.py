@@ -111,7 +111,7 @@ class QueryMoments:
             found = [
                 feedback_of(moment_of(triangle), matrix)
                 if shape == (heads, key_dim)
-                else torch.eye(key_dim, dtype=torch.float64).expand(heads, -1, -1)
+                else torch.eye(key_dim, dtype=torch.float64, device="cpu").expand(heads, -1, -1)
                 for triangle, shape in zip(self.triangles, self.shapes)
             ]
             self._feedback[key] = torch.stack(found).to(torch.bfloat16).to(device)
@@ -163,8 +163,8 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
 def moment_of(triangle: Tensor) -> Tensor:
     """Returns L L^T, float64 [heads, dim, dim]."""
     dim = _dim_of(triangle)
-    lower = torch.zeros(triangle.shape[0], dim, dim, dtype=torch.float64)
-    row, column = torch.tril_indices(dim, dim)
+    lower = torch.zeros(triangle.shape[0], dim, dim, dtype=torch.float64, device="cpu")
+    row, column = torch.tril_indices(dim, dim, device="cpu")
     lower[:, row, column] = triangle.double().cpu()
     return lower @ lower.mT
 
@@ -173,8 +173,8 @@ def _triangle_of(moment: Tensor) -> Tensor:
     moment = moment.double().cpu()
     dim = moment.shape[1]
     mean = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-    some = (ADDED_SHARE * mean)[:, None, None] * torch.eye(dim, dtype=torch.float64)
-    row, column = torch.tril_indices(dim, dim)
+    some = (ADDED_SHARE * mean)[:, None, None] * torch.eye(dim, dtype=torch.float64, device="cpu")
+    row, column = torch.tril_indices(dim, dim, device="cpu")
     return torch.linalg.cholesky(moment + some)[:, row, column].to(torch.bfloat16)
 
 

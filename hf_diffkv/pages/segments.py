@@ -54,7 +54,7 @@ class Segments:
     def scores(self, page: Tensor, slot: Tensor) -> Tensor:
         """Reads the scores of tokens, float32 in the shape of `page` and `slot` (int64); zeros if pages have none."""
         if self.score is None:
-            return torch.zeros(page.shape, device=page.device)
+            return torch.zeros(page.shape, dtype=torch.float32, device=page.device)
         return as_scores(self.score[page, slot])
 
     def positions(self, page: Tensor, slot: Tensor) -> Tensor:

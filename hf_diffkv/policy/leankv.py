@@ -77,6 +77,6 @@ def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:
 def _relative_cut(tokens: Tokens, rows: ForwardRows, above: Tensor) -> Tensor:
     """Returns the relative threshold between the tokens `above` a cut (bool [n]) and the others, float32 [rows]."""
     count = rows.length.numel()
-    least = torch.full((count,), torch.inf, device=above.device)
+    least = torch.full((count,), torch.inf, dtype=torch.float32, device=above.device)
     least.scatter_reduce_(0, tokens.row[above], tokens.mean[above], "amin")
     return torch.where(torch.bincount(tokens.row[~above], minlength=count) > 0, least * rows.length, 0.0)

@@ -61,7 +61,7 @@ class ContentKeys:
         """Returns the position of the first token that may have content; the number of tokens if there is none."""
         if self._anywhere:
             return 0
-        found = torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64)).nonzero()
+        found = torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64, device=ids.device)).nonzero()
         return int(found[0]) if len(found) else ids.numel()
 
 

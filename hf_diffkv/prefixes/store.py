@@ -341,8 +341,8 @@ class PrefixStore:
         """
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
         tokens = max(2, min(tokens, limit - 1))
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.model.get_input_embeddings().num_embeddings, (tokens,), generator=generator)
+        generator, known = torch.Generator().manual_seed(0), self.model.get_input_embeddings().num_embeddings
+        ids = torch.randint(known, (tokens,), generator=generator, device="cpu")
         for _ in range(2):
             started = time.perf_counter()
             self._compute(ids, DiffKVCache(self.model.config, self.config))

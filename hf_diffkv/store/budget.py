@@ -57,7 +57,7 @@ def tightened(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[T
 
 def _least(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tensor, Tensor]:
     """Returns the lower bounds that tightening sets for both thresholds."""
-    share = torch.where(alpha_low < alpha_high, LOW_SHARE, 1.0)
+    share = torch.where(alpha_low < alpha_high, LOW_SHARE, torch.ones_like(alpha_low))
     return torch.full_like(share, strength), share * strength
 
 
@@ -167,7 +167,7 @@ def _note(store: Store, strength: float) -> None:
 def no_tokens(store: Store) -> NewTokens:
     """Returns an empty set of new tokens."""
     none = torch.zeros(0, dtype=torch.int64, device=store.device)
-    score = torch.zeros(0, device=store.device)
+    score = torch.zeros(0, dtype=torch.float32, device=store.device)
     return NewTokens.of(none, DenseTokens(score.view(0, 1), score.view(0, 1)), score, none)
 
 

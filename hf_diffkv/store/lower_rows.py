@@ -93,7 +93,7 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
     ordinal = torch.arange(owner.numel(), device=row.device) - (need.cumsum(0) - need)[owner]
     table[row[owner], column(LOW, ordinal, table.shape[1])] = fresh.to(table.dtype)
     page = table[row[place], column(LOW, index // low.capacity, table.shape[1])].long()
-    nothing = torch.zeros(place.numel(), device=row.device)
+    nothing = torch.zeros(place.numel(), dtype=torch.float32, device=row.device)
     contents = Contents(key, value, nothing, nothing.long())
     store.ops.store_tokens(store.pool.pages, low, page, index % low.capacity, contents, store.dtype)
     store.low_count.view(-1)[row] = count.to(store.low_count.dtype)

@@ -338,7 +338,7 @@ def _exact_tokens(
     position = old_length[:, None] + valid.cumsum(-1) - 1
     row, column = valid.repeat_interleave(rows.heads, dim=0).nonzero(as_tuple=True)
     if received is None:
-        new_score = torch.zeros(row.shape, device=rows.device)
+        new_score = torch.zeros(row.shape, dtype=torch.float32, device=rows.device)
     else:
         new_score = received[row, received.shape[1] - new_count + column]
     new_position = position[row // rows.heads, column]

@@ -60,7 +60,7 @@ class Payload:
 def levels(store: Store, layer: int) -> Tensor:
     """Returns the level of each token of a layer, int8 [batch, heads, seen], as in `LayerTokens.levels`."""
     settle(store)
-    by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
+    by_index = _by_index(store, torch.zeros((), dtype=torch.int8, device=store.device))
     for tier, level in ((HIGH, HIGH_LEVEL), (LOW, LOW_LEVEL)):
         tokens = stored_tokens(store.rows(layer), tier)
         by_index[tokens.row, token_positions(store.rows(layer), tier, tokens)] = level
@@ -76,9 +76,9 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     """Reads keys, values, sums and levels of one layer."""
     level, rows = levels(store, layer), store.rows(layer)
     dtype = compute_dtype(store.dtype)
-    keys = _by_index(store, torch.zeros(store.key_dim, dtype=dtype))
-    values = _by_index(store, torch.zeros(store.value_dim, dtype=dtype))
-    score = _by_index(store, torch.zeros(()))
+    keys = _by_index(store, torch.zeros(store.key_dim, dtype=dtype, device=store.device))
+    values = _by_index(store, torch.zeros(store.value_dim, dtype=dtype, device=store.device))
+    score = _by_index(store, torch.zeros((), dtype=torch.float32, device=store.device))
     for tier, layout in enumerate(rows.tiers):
         tokens = stored_tokens(rows, tier)
         view = segments(rows.pages, layout)

@@ -157,11 +157,11 @@ class Store:
         self.layer_index = torch.arange(num_layers, device=device)
         self.head_index = torch.arange(first_head, first_head + self.num_heads, device=device)
         shape = (num_layers, batch_size, self.num_heads)
-        self.alpha_high = torch.zeros(shape, device=device)
-        self.alpha_low = torch.zeros(shape, device=device)
+        self.alpha_high = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.alpha_low = torch.zeros(shape, dtype=torch.float32, device=device)
         self.window_key = torch.zeros(*shape, self.window_slots, self.key_dim, dtype=dtype, device=device)
         self.window_value = torch.zeros(*shape, self.window_slots, self.value_dim, dtype=dtype, device=device)
-        self.window_score = torch.zeros(*shape, self.window_slots, device=device)
+        self.window_score = torch.zeros(*shape, self.window_slots, dtype=torch.float32, device=device)
         self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
         # mean key subtracted from a row's keys, in rotated channels
@@ -412,7 +412,7 @@ class Store:
         if not self.layout.selects and self.config.high == self.config.low:
             alphas = (0.0, 0.0)
         for target, value in zip((self.alpha_high, self.alpha_low), alphas):
-            target[layer] = torch.tensor(value, dtype=torch.float32)
+            target[layer] = torch.tensor(value, dtype=torch.float32, device=self.device)
 
     @property
     def max_bytes(self) -> int | None:

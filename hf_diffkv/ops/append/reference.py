@@ -25,7 +25,7 @@ def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, v
     slot = slots_of(rows.length, rows.sink_end, rows.sink_slots, rows.slots)
     finite = (key.abs().amax((1, 2)) <= limit) & (value.abs().amax((1, 2)) <= limit)
     finite = (finite if valid is None else finite | ~valid).all()
-    score = torch.zeros((), device=rows.device)
+    score = torch.zeros((), dtype=torch.float32, device=rows.device)
     if valid is not None:
         key = torch.where(valid[:, None, None], key, rows.window_key[batch, :, slot])
         value = torch.where(valid[:, None, None], value, rows.window_value[batch, :, slot])

@@ -175,7 +175,7 @@ def _least_significant(
     """
     rows, width = table.shape
     slots = torch.zeros(rows, dtype=torch.int64, device=table.device)
-    means = torch.full((rows,), torch.inf, device=table.device)
+    means = torch.full((rows,), torch.inf, dtype=torch.float32, device=table.device)
     if not tiles.row.numel():
         return slots, means
     row, full, capacity = tiles.row, tiles.full, layout.capacity

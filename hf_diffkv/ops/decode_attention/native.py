@@ -90,7 +90,7 @@ def attend(
         )
     block.absorbed = shape[-1] != key_dim
     query = unit_stride(query)
-    output = torch.empty(*shape[:-1], value_dim, dtype=query.dtype)
+    output = torch.empty(*shape[:-1], value_dim, dtype=query.dtype, device=query.device)
     block.query, block.output = query.data_ptr(), output.data_ptr()
     block.query_batch, block.query_head = query.stride()[:2]
     block.group = shape[1] // block.heads
@@ -113,5 +113,5 @@ def _join(block: StepBlock, held: SharedAttention) -> None:
     if held.received is None:
         # upper bound on the tokens of a row
         room = block.rows.width * max(block.format.tier[t].capacity for t in range(block.format.tiers)) + block.slots
-        held.received = torch.empty(rows, room)
+        held.received = torch.empty(rows, room, dtype=torch.float32, device="cpu")
     block.received, block.received_stride = held.received.data_ptr(), held.received.shape[1]

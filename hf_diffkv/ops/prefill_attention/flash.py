@@ -49,7 +49,11 @@ def prefill_attention(
     if valid is None or bool(valid.all()):
         return _attend(query, key, value, stored, softmax, observed)
     output = query.new_zeros(batch, query_heads, length, value.shape[-1])
-    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device) if observed != 0 else None
+    received = (
+        torch.zeros(batch, kv_heads, tokens + length, dtype=torch.float32, device=query.device)
+        if observed != 0
+        else None
+    )
     for row in range(batch):
         # padding may hold any value, so it is removed rather than masked
         real = valid[row].nonzero()[:, 0]
@@ -82,7 +86,7 @@ def _attend(
     group = query_heads // kv_heads
     tokens = 0 if stored is None else stored[0].shape[2]
     output = query.new_empty(batch, kv_heads, group, length, value.shape[-1])
-    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device)
+    received = torch.zeros(batch, kv_heads, tokens + length, dtype=torch.float32, device=query.device)
     observed = length if window is None else min(window, length)
     early = length - observed
     reversed_key = key[:, :, early:].flip(2)

@@ -45,8 +45,12 @@ def prefill_attention(
     _check(query, key, value, past.rows)
     stored, before = past.stored, past.exact
     # the memory layout that models expect
-    output = torch.zeros(batch, length, query_heads, value_dim, dtype=query.dtype)
-    received = torch.zeros(batch, kv_heads, stored + before + length) if observed != 0 else None
+    output = torch.zeros(batch, length, query_heads, value_dim, dtype=query.dtype, device=query.device)
+    received = (
+        torch.zeros(batch, kv_heads, stored + before + length, dtype=torch.float32, device="cpu")
+        if observed != 0
+        else None
+    )
     block = Prompt(batch=batch, heads=kv_heads, group=query_heads // kv_heads, length=length, before=before)
     block.stored_tokens, block.key_dim, block.value_dim = stored, key_dim, value_dim
     given = {"query": query, "key": key, "value": value}

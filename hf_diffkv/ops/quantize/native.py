@@ -38,8 +38,8 @@ def load_tokens(
     """Reads tokens back: keys [n, key_dim] and values [n, value_dim] in float32, zero for the null page."""
     check_pages(pages, tier)
     block, places = _block(pages, tier, dtype, page, slot)
-    key = torch.empty(page.numel(), tier.key_dim)
-    value = torch.empty(page.numel(), tier.value_dim)
+    key = torch.empty(page.numel(), tier.key_dim, dtype=torch.float32, device=page.device)
+    value = torch.empty(page.numel(), tier.value_dim, dtype=torch.float32, device=page.device)
     block.key, block.value = address(key), address(value)
     block.key_stride, block.value_stride = tier.key_dim, tier.value_dim
     call("load", block)

@@ -24,7 +24,7 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
         )
     key = unit_stride(key if key.dtype in DTYPES else key.float())
     row, feedback = row.contiguous(), feedback.float().contiguous()
-    rounded = torch.empty(count, dim)
+    rounded = torch.empty(count, dim, dtype=torch.float32, device=key.device)
     block = Rounding(side=side_of(tier, "key"), count=count, key_stride=key.stride(0), rows=feedback.shape[0])
     block.key, block.row, block.feedback, block.rounded = (address(x) for x in (key, row, feedback, rounded))
     block.source, block.threads = DTYPES[key.dtype], torch.get_num_threads()
