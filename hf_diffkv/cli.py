@@ -72,6 +72,13 @@ def hf_diffkv() -> None:
     """All commands."""
 
 
+def _open_streams() -> None:
+    """Opens the null device for standard streams that the caller has closed, which Python has as None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
 def main(arguments: Sequence[str] | None = None, command: click.Command = hf_diffkv, program: str = PROGRAM) -> int:
     """Runs a command and returns its exit code.
 
@@ -80,6 +87,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = hf_dif
         command: the command, by default `hf-diffkv`.
         program: name of the command in messages.
     """
+    _open_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with log_on_terminal("--quiet" in given):

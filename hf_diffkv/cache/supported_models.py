@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -43,6 +44,16 @@ def check_model_config(model_config: Any) -> None:
     name = text_config.model_type
     if name in REFUSED_TYPES:
         raise UnsupportedModelError(f"{name} {REFUSED_TYPES[name]}, so DiffKVCache cannot be used; use DynamicCache.")
+    if _is_encoder(text_config):
+        raise UnsupportedModelError(f"{name} is an encoder here and keeps no cache, so there is nothing to compress.")
+
+
+def _is_encoder(text_config: Any) -> bool:
+    """Returns whether the model reads a text in both directions; BERT and others do so unless set as decoders."""
+    kind = type(text_config)
+    if kind not in MODEL_FOR_MASKED_LM_MAPPING:
+        return False
+    return kind not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(text_config, "is_decoder", None) is False
 
 
 def check_attention(model: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import quote
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -276,7 +277,7 @@ def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name:
     if not points:
         raise click.UsageError(
             "--plot draws what heads are predicted to lose, and those of this model were not measured; "
-            f"`hf-diffkv calibrate --model {name}` measures them."
+            f"`hf-diffkv calibrate --model {quote(name)}` measures them."
         )
     try:
         loss(config).save(path)

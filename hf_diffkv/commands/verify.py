@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from shlex import quote
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,7 +139,7 @@ def _good(name: str, chosen: Any, limit: float) -> str:
     if chosen.ratio >= 1:
         return f"{found}, but so short a cache saves nothing; give the --length of your prompts."
     return (
-        f"{found}, and the cache takes {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate --model {name}` "
+        f"{found}, and the cache takes {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate --model {quote(name)}` "
         "looks for a cheaper setting."
     )
 

@@ -84,7 +84,7 @@ def _saved(model: Any) -> Choice | None:
     if path is None:
         return None
     try:
-        fields, calibration = files.from_text(path.read_text())
+        fields, calibration = files.from_text(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return files.completed(fields), calibration

@@ -471,7 +471,7 @@ class DiffKVConfig:
             )
         path = hub.find(name, **kwargs)
         try:
-            values, calibration = config_files.from_text(path.read_text())
+            values, calibration = config_files.from_text(path.read_bytes())
             return with_calibration(cls.from_dict(values), calibration)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

@@ -33,8 +33,11 @@ def to_text(fields: dict[str, Any], calibration: dict[str, Any] | None) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def from_text(text: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Parses a text of `to_text` to fields and calibration. Raises `ValueError` for another text."""
+def from_text(text: str | bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Parses a text of `to_text` to fields and calibration. Raises `ValueError` for another text.
+
+    Bytes may begin with a byte order mark, which Windows' editors may write.
+    """
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("a DiffKV config must be a JSON object.")

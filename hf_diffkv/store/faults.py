@@ -19,6 +19,24 @@ def unstorable(config: DiffKVConfig, limit: float) -> ValueError:
     )
 
 
+def no_room(config: DiffKVConfig, needed: int, moments: int) -> MemoryError:
+    """Returns the error of a budget without room for one page.
+
+    Args:
+        config: configuration of the layers.
+        needed: bytes of everything except pages.
+        moments: bytes of those that moments of the prompts' queries take.
+    """
+    also, remedy = "", "or lower window, sinks or the batch size."
+    if moments > needed - moments:
+        # they are of one size in all caches of a model, and are not counted if the model's own were measured
+        also, remedy = f", and the moments of queries ({moments} bytes),", "or give adaptive_rounding=False."
+    return MemoryError(
+        f"max_bytes={config.max_bytes} cannot even hold the windows and tables{also} of this cache ({needed} "
+        f"bytes); raise max_bytes, {remedy}"
+    )
+
+
 def changed_mask() -> ValueError:
     """Returns the error of a decode step whose mask does not match the stored tokens."""
     return ValueError(

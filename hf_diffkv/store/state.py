@@ -26,7 +26,7 @@ from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import make_policy
 from ..precision import Precision
-from .faults import changed_mask, too_few_pages, unstorable
+from .faults import changed_mask, no_room, too_few_pages, unstorable
 from .host_reads import read_together
 from .kv_heads import KVHeads
 from .lowering_state import LoweringState, precisions_of
@@ -441,10 +441,8 @@ class Store:
         other = self.bytes_beside_pool() + growth + more
         pages = (max_bytes - other) // (self.layout.page_bytes + PAGE_ENTRIES)
         if pages < 1:
-            raise MemoryError(
-                f"max_bytes={self.config.max_bytes} cannot even hold the windows and tables of this cache ({other} "
-                "bytes); raise max_bytes, or lower window, sinks or the batch size."
-            )
+            moments = self.lowering.moments
+            raise no_room(self.config, other, 0 if moments is None else moments.numel() * moments.element_size())
         self.pool.max_pages = int(pages)
 
     def growth(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from native_code import needs_native
 from runs import Run, contents, started, tokens
 from tiny_models import ragged_prompts, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
@@ -225,6 +226,21 @@ def test_a_budget_may_be_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch
     for wrong in ("0%", "101%"):
         with pytest.raises(ValueError, match=f"max_bytes='{wrong}' is no share"):
             budget(wrong)
+
+
+def test_moments_of_queries_that_take_the_room_are_named() -> None:
+    """They take as much as a thousand tokens of such small heads, and lowering the window would not help."""
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, **heads))
+    ids = torch.arange(200)[None] % 64
+    moments = 2 * 2 * 128 * 128 * 4
+    said = rf"the windows and tables, and the moments of queries \({moments} bytes\),.* or give adaptive_rounding=False"
+    with pytest.raises(MemoryError, match=said):
+        model.generate(ids, cache=DiffKVCache(model, max_bytes=300_000), max_new_tokens=2)
+    without = DiffKVCache(model, max_bytes=300_000, adaptive_rounding=False)
+    assert model.generate(ids, cache=without, max_new_tokens=2).shape[1] == 202
+    with pytest.raises(MemoryError, match="hold the windows and tables of this cache.*lower window, sinks"):
+        model.generate(ids, cache=DiffKVCache(model, max_bytes=100_000), max_new_tokens=2)
 
 
 def test_heads_that_lose_least_are_lowered_first() -> None:

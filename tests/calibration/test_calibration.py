@@ -442,7 +442,7 @@ def test_losses_of_a_task_are_below_the_dense_cache(
         (["--task", "text", "--max-loss", "1", "--max-kl", "1"], "with --task give --max-loss"),
         (["--method", "dense"], "--method dense: only diffkv"),
         (["--method", "leankv"], "--method leankv: only diffkv"),
-        (["--method", "diffkv:wimdow=3"], "unknown DiffKV config keys"),
+        (["--method", "diffkv:wimdow=3"], "unknown option of a diffkv method 'wimdow': did you mean window"),
         ([*ON_TEXT[:4], "--length", "60"], "a prompt has 60 tokens, and 68 are held uncompressed anyway"),
         ([*ON_TEXT[:4], "--length", "4000"], "needs 4256 tokens but the model's max_position_embeddings is 4096"),
         ([*ON_TEXT[:2], "--documents", "1000"], "lower --length or --documents, or give a longer text"),

@@ -11,6 +11,7 @@ import click
 import pytest
 from printed_commands import FILLED, Printed, printed_commands
 
+from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands import COMMANDS, load
 from hf_diffkv.evaluation.verification import Outcome
@@ -83,6 +84,18 @@ def test_advice_runs(
     if words[0] == "bench":
         words += ["--context", "200", "--steps", "2"]
     assert main(words) == 0, capsys.readouterr().err
+
+
+def test_models_in_printed_commands_are_quoted() -> None:
+    from hf_diffkv.commands.plan import _draw_loss
+    from hf_diffkv.commands.verify import _good
+
+    with pytest.raises(click.UsageError) as refused:
+        _draw_loss(DiffKVConfig(), (), Path("loss.png"), "my model", True)
+    good = _good("my model", Outcome("chosen", 0.0, 1.0, bytes=1, dense_bytes=2), 0.01)
+    for said in (good, refused.value.message):
+        command = re.search("`hf-diffkv (.*)`", said)[1]
+        assert shlex.split(command) == ["calibrate", "--model", "my model"]
 
 
 def test_the_setting_that_verify_names_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,6 +227,19 @@ def test_another_server_got_the_address(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert f"hf-diffkv: cannot listen at 127.0.0.1:{port}: Address already in use." in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["generate", "-"], ["chat", "--load", "nothing"], ["--version"]])
+def test_closed_streams_are_empty(arguments: list[str]) -> None:
+    """Services and schedulers may start a program without any of the three."""
+    program = f"import sys, os; from hf_diffkv.cli import main; os._exit(main({arguments}))"
+    for closed in ("<&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        given = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", program]
+        result = subprocess.run(
+            given, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        assert result.returncode == (0 if arguments == ["--version"] else 2), result
+        assert "Traceback" not in result.stderr
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(QUICK) + len(SLOW) >= 60
     used = {arguments[0] for arguments, *_ in QUICK + SLOW}

@@ -66,6 +66,11 @@ def test_a_changed_configuration_has_no_calibration(config: DiffKVConfig) -> Non
     assert plain == config and hash(plain) == hash(config) and "calibration" not in config.to_dict()
 
 
+def test_files_of_windows_editors(config: DiffKVConfig, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_NAME).write_bytes(b"\xef\xbb\xbf" + config.to_json().replace("\n", "\r\n").encode())
+    assert DiffKVConfig.from_pretrained(tmp_path) == config
+
+
 def test_other_unknown_keys_are_refused(config: DiffKVConfig, tmp_path: Path) -> None:
     values = {**json.loads(to_text(config.to_dict(), config.calibration)), "alfa_high": 2.0}
     (tmp_path / CONFIG_NAME).write_text(json.dumps(values))

@@ -10,10 +10,18 @@ import transformers
 from families import FAMILIES, OTHER, WRAPPERS
 from packaging.version import Version
 from report import DOCUMENT, FAMOUS, document, features
-from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BertConfig,
+    DistilBertConfig,
+    GPTNeoXConfig,
+    T5Config,
+    XmodConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_diffkv import DiffKVCache
+from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.errors import UnsupportedModelError
 
 
@@ -57,6 +65,17 @@ def test_no_family_is_missing() -> None:
 def test_encoder_decoder_models_are_refused(config: transformers.PretrainedConfig) -> None:
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         DiffKVCache(config)
+
+
+@pytest.mark.parametrize("config", [BertConfig(), DistilBertConfig(), XmodConfig()])
+def test_encoders_are_refused(config: transformers.PretrainedConfig) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{config.model_type} is an encoder here"):
+        DiffKVCache(config)
+
+
+@pytest.mark.parametrize("config", [BertConfig(is_decoder=True), GPTNeoXConfig()])
+def test_decoders_are_no_encoders(config: transformers.PretrainedConfig) -> None:
+    assert DiffKVCache(config).config == DiffKVConfig()
 
 
 def test_encoder_decoder_generation_is_refused_before_it_runs() -> None:
