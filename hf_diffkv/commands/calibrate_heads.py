@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 from ..config.presets import DEFAULT_PRESET, PRESETS, RATIOS
 from ..evaluation.errors import EvaluationError
 from ..heads.hub import CONFIG_NAME, QUERIES_NAME
+from ..heads.lookup import FOLDER_VARIABLE, user_folder
 from ..precision import Precision
 from .console import Interrupted, paragraph, progress, table
 from .options import output_of
@@ -50,6 +53,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
         check_ratio(ratio, [(1, *(dims or (head_dim, head_dim)))], element_bytes, ladder)
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+    _check_user_folder()
     length = options.length or DOCUMENT_LENGTH
     pieces = None if options.text is None else read_pieces(options.text)
     documents = documents_for(tokenizer, pieces, length)
@@ -69,6 +73,20 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     found = dims is None and ratio == default
     use = "DiffKVCache(model)" if found else f"DiffKVCache(model, target_ratio={ratio:g})"
     print(_report(options, config.calibration, plain, use, output, keep(measured.sensitivity)))
+
+
+def _check_user_folder() -> None:
+    """Raises `EvaluationError` if measurements, which take minutes, could not be kept for the model's caches."""
+    folder = user_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise EvaluationError(
+            f"measured heads are kept in {folder}, which cannot be written ({error.strerror}); set {FOLDER_VARIABLE} "
+            "to another folder."
+        ) from error
 
 
 def _report(

@@ -269,6 +269,18 @@ def test_a_text_of_the_users(tmp_path: Path) -> None:
     assert DiffKVConfig.from_pretrained(tmp_path).calibration["text"] == str(tmp_path / "text.txt")
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_DIFFKV_CACHE", str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr("hf_diffkv.running.models.load_model", lambda *_: pytest.fail("loads a model"))
+    assert main(["calibrate", "--model", "tiny-lm", "--output", str(tmp_path / "output")]) == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path / "file" / "folder") in message and "set HF_DIFFKV_CACHE to another folder" in message
+    assert not (tmp_path / "output").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
