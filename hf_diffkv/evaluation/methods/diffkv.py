@@ -42,7 +42,7 @@ from .base import HeldBytes, Method
 PRESET = "preset"
 DEFAULT_POLICY = "diffkv"
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(DiffKVConfig)}
-OPTIONS = CONFIG_FIELDS | {PRESET, TARGET_RATIO}
+DIFFKV_OPTIONS = CONFIG_FIELDS | {PRESET, TARGET_RATIO}
 DECIMAL = r"\d+(?:\.\d+)?"
 
 
@@ -125,8 +125,8 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
             fields |= _saved(option.partition("=")[2])
         elif "=" in option:
             name, _, value = option.partition("=")
-            if name not in OPTIONS and removed_field([name]) is None:
-                raise unknown("option of a diffkv method", name, OPTIONS)
+            if name not in DIFFKV_OPTIONS and removed_field([name]) is None:
+                raise unknown("option of a diffkv method", name, DIFFKV_OPTIONS)
             fields[name] = parse_value(value)
         else:
             of_what = (
