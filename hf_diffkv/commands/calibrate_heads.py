@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import shlex
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,8 +79,8 @@ def _check_user_folder() -> None:
     folder = user_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise EvaluationError(
             f"measured heads are kept in {folder}, which cannot be written ({error.strerror}); set {FOLDER_VARIABLE} "

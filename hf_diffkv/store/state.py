@@ -442,7 +442,7 @@ class Store:
         pages = (max_bytes - other) // (self.layout.page_bytes + PAGE_ENTRIES)
         if pages < 1:
             moments = self.lowering.moments
-            raise no_room(self.config, other, 0 if moments is None else moments.numel() * moments.element_size())
+            raise no_room(self.config, other, 0 if moments is None else moments.nbytes)
         self.pool.max_pages = int(pages)
 
     def growth(self) -> int:
