@@ -4,7 +4,9 @@
 
 A table stands between `<!-- study: NAME METRIC,... METHOD;... -->` and `<!-- end -->`, METRIC as task/metric. Several
 studies are joined by &; without methods all of them have a row. Between `<!-- levels: NAME METHOD;... -->` and
-`<!-- end -->` stands what share of a study's tokens, over all layers and heads, each level holds by task.
+`<!-- end -->` stands what share of a study's tokens, over all layers and heads, each level holds by task. Between
+`<!-- field: MODEL/SUITE[/LENGTH],... METHOD;... -->` and `<!-- end -->` stands what `field.py` measured: a suite of a
+model with its groups of tasks, or several with a column each.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from collections import Counter
 from pathlib import Path
 
 import gallery
+from field_tasks.tables import group_of, overview, summary
 from hf_diffkv_evaluation.report import Cell, ResultRow, best_first, rows_of
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"
+FIELD_RESULTS = RESULTS.parent / "field"
 DOCUMENTS = [ROOT / name for name in ("README.md", "docs/quality.md", "docs/notes/quality-studies.md")]
 PICTURES = ROOT / "docs" / "quality"
 LEVEL_NAMES = ("high", "low", "pruned", "window")
@@ -28,6 +32,8 @@ MARK = r"<!-- study: (?P<studies>\S+) (?P<metrics>\S+)(?: (?P<methods>\S+))? -->
 BLOCK = re.compile(rf"(?P<head>{MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
 LEVELS_MARK = r"<!-- levels: (?P<study>\S+) (?P<methods>\S+) -->\n"
 LEVELS_BLOCK = re.compile(rf"(?P<head>{LEVELS_MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
+FIELD_MARK = r"<!-- field: (?P<columns>\S+) (?P<methods>\S+) -->\n"
+FIELD_BLOCK = re.compile(rf"(?P<head>{FIELD_MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -47,10 +53,9 @@ def main() -> None:
 
 def filled(text: str) -> str:
     """`text` with all tables made anew."""
-    text = BLOCK.sub(lambda match: match["head"] + table(**_parts(match)) + match["end"], text)
-    return LEVELS_BLOCK.sub(
-        lambda match: match["head"] + levels_table(match["study"], match["methods"].split(";")) + match["end"], text
-    )
+    for block, made in BLOCKS.items():
+        text = block.sub(lambda match, made=made: match["head"] + made(match) + match["end"], text)
+    return text
 
 
 def _parts(match: re.Match) -> dict[str, list[str] | None]:
@@ -96,6 +101,21 @@ def levels_table(study: str, methods: list[str]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def field_table(columns: list[str], methods: list[str]) -> str:
+    """Markdown: scores on suites of the field, `MODEL/SUITE` or `MODEL/SUITE/LENGTH`; several have a column each."""
+    found = {_field_title(*column.split("/")): _field_records(*column.split("/")) for column in columns}
+    return overview(found, methods) if len(found) > 1 else summary(*found.values(), methods)
+
+
+def _field_title(model: str, *suite: str) -> str:
+    return f"{' '.join(suite)}, {model}"
+
+
+def _field_records(model: str, suite: str, length: str = "") -> list[Record]:
+    records = read_records(sorted((FIELD_RESULTS / model).glob("*.jsonl")))
+    return [record for record in records if group_of(record) == (suite, length)]
+
+
 def _first_of_each(rows: list[ResultRow]) -> list[ResultRow]:
     names = [row.method for row in rows]
     return [row for index, row in enumerate(rows) if row.method not in names[:index]]
@@ -114,6 +134,13 @@ def _with_interval(cell: Cell) -> str:
     low, high = (cell.metric.transform(x) for x in (cell.estimate.low, cell.estimate.high))
     bounds = f"{low:.0%} to {high:.0%}" if digits is None else f"{low:.{digits}f} to {high:.{digits}f}"
     return f"{cell} ({bounds})"
+
+
+BLOCKS = {
+    BLOCK: lambda match: table(**_parts(match)),
+    LEVELS_BLOCK: lambda match: levels_table(match["study"], match["methods"].split(";")),
+    FIELD_BLOCK: lambda match: field_table(match["columns"].split(","), match["methods"].split(";")),
+}
 
 
 if __name__ == "__main__":

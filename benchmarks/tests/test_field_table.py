@@ -101,3 +101,32 @@ def test_rows_that_are_asked_for(tables: ModuleType) -> None:
     assert rows == ["| `quanto:4`", "| `diffkv`"]
     # the reference counts without a row of its own
     assert "+0.0 (+0.0 to +0.0)" in tables.tables(found, ["diffkv"])
+
+
+def test_a_summary_has_groups_of_tasks_and_the_mean_over_tasks(tables: ModuleType) -> None:
+    scores = {"niah_single_1": 1.0, "vt": 0.5, "cwe": 0.25, "fwe": 0.0, "qa_1": 1.0}
+    needles = [f"niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")]
+    scores |= dict.fromkeys([*needles, "niah_multivalue", "niah_multiquery"], 0.0)
+    found = [*(record for task, score in scores.items() for record in records("dense", [score], task))]
+    lines = tables.summary([*found, *records("dense", [1.0, 0.0], "qa_2")], ["dense"]).splitlines()
+    assert lines[0].startswith(
+        "| method | real bytes | needles, 8 tasks | `vt`, `cwe`, `fwe` | `qa_1`, `qa_2` | mean |"
+    )
+    # 1 / 8, .75 / 3, (1 + .5) / 2, and (1 + .75 + 1.5) / 13
+    assert lines[2] == "| `dense` | 50.0% | 12.5 | 25.0 | 75.0 | 25.0 | - | - | 20 | 14 |"
+    # a group without one of its tasks has no mean
+    assert tables.summary(found, ["dense"]).splitlines()[2].startswith("| `dense` | 50.0% | 12.5 | 25.0 | - | - |")
+
+
+def test_an_overview_compares_over_the_cases_that_a_method_had(tables: ModuleType) -> None:
+    dense = [*records("dense", [1.0, 0.0, 0.0], held=100), *records("dense", [1.0], "cwe", held=100)]
+    mine = [*records("diffkv", [1.0, 0.0, 1.0], held=25), *records("diffkv", [0.0], "cwe", held=25)]
+    some = records("quanto:4", [0.5, 0.0], held=30)
+    lines = tables.overview({"one": [*dense, *mine, *some], "two": dense}, ["dense", "diffkv", "quanto:4"]).splitlines()
+    assert lines == [
+        "| method | one | two |",
+        "| --- | --- | --- |",
+        "| `dense` | 66.7 (100.0%) | 66.7 (100.0%) |",
+        "| `diffkv` | 33.3 (25.0%) | - |",
+        "| `quanto:4` | 25.0 (30.0%), 2 cases, dense 50.0 | - |",
+    ]

@@ -13,6 +13,6 @@ ROOT = Path(__file__).parents[2]
 def test_tables_are_what_the_results_give(script, name: str) -> None:
     document = script("document")
     text = (ROOT / name).read_text()
-    blocks = [*document.BLOCK.findall(text), *document.LEVELS_BLOCK.findall(text)]
+    blocks = [found for block in document.BLOCKS for found in block.findall(text)]
     assert len(blocks) == text.count("<!-- end -->") - text.count("<!-- cpu_stack: ") > 0
     assert text == document.filled(text), "run `python benchmarks/quality/document.py`"

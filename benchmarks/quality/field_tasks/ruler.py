@@ -41,6 +41,8 @@ TASKS = (
     "qa_1",
     "qa_2",
 )
+# what the tasks ask for, for tables that have no room for 13 columns
+GROUPS = {"needles, 8 tasks": TASKS[:8], "`vt`, `cwe`, `fwe`": TASKS[8:11], "`qa_1`, `qa_2`": TASKS[11:]}
 # tasks in which one of the references suffices
 ANY_REFERENCE = ("qa_1", "qa_2")
 LENGTH, SAMPLES = 4096, 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_diffkv.evaluation.methods.dense import DENSE
@@ -56,7 +56,35 @@ def tables(records: Sequence[Record], methods: Sequence[str] | None = None) -> s
         if methods is None or record.method in methods or record.method == DENSE:
             groups.setdefault(group_of(record), []).append(record)
     titles = {group: " ".join(filter(None, group)) for group in groups}
-    return "\n".join(f"**{titles[group]}**\n\n{_table(found, methods)}" for group, found in sorted(groups.items()))
+    return "\n".join(
+        f"**{titles[group]}**\n\n{_table(found, methods, _tasks_of(found))}" for group, found in sorted(groups.items())
+    )
+
+
+def summary(records: Sequence[Record], methods: Sequence[str] | None = None) -> str:
+    """Formats one table of a suite and a length, with a column for each of the suite's `GROUPS` of tasks.
+
+    Args:
+        records: records of one model, one suite and one length.
+        methods: methods in the order of rows; None takes all, the dense cache first and then by bytes.
+    """
+    groups = getattr(suite_of(records[0].task), "GROUPS", None)
+    return _table(records, methods, _tasks_of(records) if groups is None else groups)
+
+
+def overview(columns: Mapping[str, Sequence[Record]], methods: Sequence[str]) -> str:
+    """Formats scores and real bytes of methods, with a column for each model and suite.
+
+    A score is the mean over tasks. That of a method that had some of the cases only stands beside their number and the
+    dense cache's score over them.
+
+    Args:
+        columns: records of one model, one suite and one length, by the title of their column.
+        methods: methods in the order of rows.
+    """
+    lines = [["method", *columns], ["---"] * (1 + len(columns))]
+    lines += [[f"`{label}`", *(_overview_cell(label, found) for found in columns.values())] for label in methods]
+    return _markdown(lines)
 
 
 def group_of(record: Record) -> tuple[str, str]:
@@ -66,15 +94,18 @@ def group_of(record: Record) -> tuple[str, str]:
     return suite, length if slash else ""
 
 
-def _table(records: Sequence[Record], methods: Sequence[str] | None) -> str:
+def _tasks_of(records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
     order = suite_of(records[0].task).TASKS
-    tasks = sorted({record.task for record in records}, key=order.index)
+    return {task: (task,) for task in sorted({record.task for record in records}, key=order.index)}
+
+
+def _table(records: Sequence[Record], methods: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> str:
     rows = {method: [record for record in records if record.method == method] for method in _order(records, methods)}
-    head = ["method", "real bytes", *tasks, *(["mean"] if len(tasks) > 1 else [])]
+    head = ["method", "real bytes", *groups, *(["mean"] if len(groups) > 1 else [])]
     head += ["difference to dense (95 %)", "better, worse", "tokens", "answers"]
     dense = [record for record in records if record.method == DENSE]
-    lines = [head, ["---"] * len(head), *(_row(label, found, tasks, dense) for label, found in rows.items())]
-    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    lines = [head, ["---"] * len(head), *(_row(label, found, groups, dense) for label, found in rows.items())]
+    text = _markdown(lines)
     failed = {
         label: list(dict.fromkeys(record.error for record in found if record.error is not None))
         for label, found in rows.items()
@@ -91,17 +122,42 @@ def _order(records: Sequence[Record], methods: Sequence[str] | None) -> list[str
     return sorted(found, key=lambda label: (label != DENSE, ratio[label] is None, -(ratio[label] or 0.0)))
 
 
-def _row(label: str, records: Sequence[Record], tasks: Sequence[str], dense: Sequence[Record]) -> list[str]:
+def _row(
+    label: str, records: Sequence[Record], groups: Mapping[str, Sequence[str]], dense: Sequence[Record]
+) -> list[str]:
     good = [record for record in records if record.error is None]
     ratio = _ratio(good)
-    means = [_mean([_score(record) for record in good if record.task == task]) for task in tasks]
+    means = [_mean_of_tasks(good, tasks) for tasks in groups.values()]
     cells = [f"`{label}`", "-" if ratio is None else f"{ratio:.1%}", *map(_percent, means)]
-    if len(tasks) > 1:
-        cells.append(_percent(_mean([mean for mean in means if mean is not None]) if None not in means else None))
+    if len(groups) > 1:
+        cells.append(_percent(_mean_of_tasks(good, [task for tasks in groups.values() for task in tasks])))
     found = None if label == DENSE else difference(good, dense)
     cells += ["-", "-"] if found is None else [_with_interval(found.estimate), f"{found.better}, {found.worse}"]
     tokens = _mean([float(record.details["generated_tokens"]) for record in good])
     return [*cells, "-" if tokens is None else f"{tokens:.0f}", _counted(records, good)]
+
+
+def _overview_cell(label: str, records: Sequence[Record]) -> str:
+    good = [record for record in records if record.method == label and record.error is None]
+    if not good:
+        return "-"
+    cases = {record.key[1:] for record in good}
+    dense = [record for record in records if record.method == DENSE and record.error is None]
+    same = [record for record in dense if record.key[1:] in cases]
+    text = f"{_percent(_mean_of_tasks(good, _tasks_of(good)))} ({_ratio(good):.1%})"
+    if len(same) < len(dense):
+        text += f", {len(same)} cases, dense {_percent(_mean_of_tasks(same, _tasks_of(same)))}"
+    return text
+
+
+def _mean_of_tasks(records: Sequence[Record], tasks: Iterable[str]) -> float | None:
+    """Mean over tasks of the mean score of each; None if one has no record."""
+    means = [_mean([_score(record) for record in records if record.task == task]) for task in tasks]
+    return None if None in means else _mean([mean for mean in means if mean is not None])
+
+
+def _markdown(lines: Iterable[Sequence[str]]) -> str:
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _counted(records: Sequence[Record], good: Sequence[Record]) -> str:
