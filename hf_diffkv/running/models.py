@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,33 +135,23 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
         OSError: a file of the weights is missing or damaged.
     """
     import torch
-    from transformers import AutoConfig, BitsAndBytesConfig
+    from transformers import AutoConfig
 
     chosen = dtype if dtype == "auto" else getattr(torch, dtype)
     if weights is None:
         return _from_pretrained(path, dtype=chosen).to(device).eval()
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(f"weights={weights!r} needs bitsandbytes: pip install bitsandbytes")
-    if getattr(AutoConfig.from_pretrained(path), "quantization_config", None) is not None:
+    config = AutoConfig.from_pretrained(path)
+    if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"its weights are quantised already; leave weights={weights!r} out.")
-    from .output_head import quantize_head
+    from .bitsandbytes_weights import quantization_config, settle
 
-    # it says of each product with weights in 8 bits that inputs are cast to float16
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    bits = BitsAndBytesConfig(load_in_4bit=weights == "4bit", load_in_8bit=weights == "8bit", bnb_4bit_quant_type="nf4")
+    kept = config.get_text_config().dtype or torch.float32
+    bits = quantization_config(weights, kept if chosen == "auto" else chosen, device)
     model = _from_pretrained(path, dtype=chosen, quantization_config=bits, device_map={"": device}).eval()
-    if weights == "4bit":
-        quantize_head(model)
-    _give_back_memory()
+    settle(model)
     return model
-
-
-def _give_back_memory() -> None:
-    """Gives freed memory back to the system, where the C library can: quantising 0.5B parameters left up to 2.2 GB."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def _from_pretrained(path: str, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_diffkv.running import models
+from hf_diffkv.running.bitsandbytes_weights import give_back_memory
 
 COUNT, BLOCK = 50_000, 2000
 
@@ -30,6 +30,6 @@ def test_freed_blocks_before_a_used_one_are_given_back() -> None:
     for block in blocks[:-1]:
         library.free(block)
     before = resident()
-    models._give_back_memory()
+    give_back_memory()
     assert before - resident() > COUNT * BLOCK // 2
     library.free(blocks[-1])

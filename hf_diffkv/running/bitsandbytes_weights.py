@@ -1,0 +1,67 @@
+"""Models whose weights bitsandbytes quantises while they are loaded, and the memory that this takes."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def quantization_config(weights: str, dtype: torch.dtype, device: str) -> Any:
+    """Returns Transformers' configuration for `from_pretrained`.
+
+    Products with weights of 4 bits are computed in the dtype of the model. In float32, which is Transformers' choice,
+    they take longer, but for CPUs that have no instructions for the dtype.
+
+    Args:
+        weights: one of `models.WEIGHTS`.
+        dtype: dtype of the model.
+        device: device of the model.
+    """
+    from bitsandbytes.functional import has_avx512bf16
+    from transformers import BitsAndBytesConfig
+
+    # it says of each product with weights in 8 bits that inputs are cast to float16
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    if weights == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    fast = torch.device(device).type != "cpu" or (dtype is torch.bfloat16 and has_avx512bf16())
+    compute_dtype = dtype if fast else torch.float32
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
+
+
+def settle(model: Any) -> None:
+    """Brings a model on a CPU into the form in which it runs, and gives memory back that quantising took.
+
+    - Weights that stayed in 16 bits are copied: they are parts of a mapped file, of which all that was read stays in
+      memory with them.
+    - bitsandbytes arranges weights of 4 bits at their first product, which takes several times their size, and a large
+      output head gets 4 bits as well (output_head.py).
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    from .output_head import quantize_head
+
+    if model.device.type == "cpu":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if type(parameter) is nn.Parameter:
+                    parameter.data = parameter.data.clone()
+            layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+            if layers:
+                quantize_head(model)
+            for layer in layers:
+                layer(torch.zeros(1, layer.in_features, dtype=model.dtype))
+    give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Gives freed memory back to the system, where the C library can."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
