@@ -128,6 +128,13 @@ class Hierarchy:
             if tier is not None and tier is not self.folder:
                 self._enter(len(self.tiers) - 1, name, tier.get(name))
 
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes of prefixes by tier and name; none of a folder that cannot be listed, which is reported."""
+        found = {tier.name: tier.sizes() for tier in self.memory}
+        if self.folder is not None:
+            found[self.folder.name] = {name: self.folder.size(name) for name in self._listed(self.folder)}
+        return found
+
     def victims(self, tier: PrefixTier, name: str, cost: int) -> list[str] | None:
         """Chooses the prefixes to evict from a tier for `cost` bytes of a prefix; None if the prefix may not enter."""
         sizes = tier.sizes()

@@ -389,7 +389,7 @@ class PrefixStore:
     def __iter__(self) -> Iterator[PrefixEntry]:
         """Iterates over all prefixes, the last one to be evicted first."""
         with self._session():
-            sizes = {tier.name: tier.sizes() for tier in self._tiers.tiers}
+            sizes = self._tiers.sizes()
             found = []
             for name in self._tiers.by_rank():
                 entry = self._tiers.entries[name]
@@ -401,9 +401,9 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         with self._session():
-            held = []
+            held, listed = [], self._tiers.sizes()
             for tier in self._tiers.tiers:
-                sizes = tier.sizes()
+                sizes = listed[tier.name]
                 limit = "" if tier.limit == math.inf else f" of {tier.limit / 1e6:.1f}"
                 held.append(f"{tier.name} {len(sizes)} ({sum(sizes.values()) / 1e6:.1f}{limit} MB)")
             return f"PrefixStore({len(self._tiers.entries)} prefixes: {', '.join(held)})"

@@ -191,6 +191,7 @@ def test_a_folder_that_cannot_be_listed(
     with pytest.warns(RuntimeWarning, match="the folder of prefixes cannot be listed"):
         assert_finds(store, runs, 0)
     assert len(store) == 0 and store.stats.disk_errors > 0
+    assert list(store) == [] and "disk 0 (0.0 MB)" in repr(store)
     store.save()
     (tmp_path / "folder").unlink()
     (tmp_path / "kept").rename(tmp_path / "folder")

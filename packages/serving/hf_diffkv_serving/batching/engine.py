@@ -126,9 +126,11 @@ class _Admission:
     def _infer_request_tokens(self, state: RequestState, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
         before = state.position_offset
         tokens = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+        if before == 0:
+            # also if nothing was found: a preempted request may have begun with a prefix that is gone
+            self.cache.beginnings.resume(state.request_id, state.position_offset)
         if state.position_offset > before:
             self.records.note_prefix(state.request_id, state.position_offset)
-            self.cache.beginnings.resume(state.request_id, state.position_offset)
         return tokens
 
     def reset(self) -> None:

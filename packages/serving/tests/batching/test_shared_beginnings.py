@@ -264,6 +264,32 @@ def test_requests_that_are_preempted_find_it_again(monkeypatch: pytest.MonkeyPat
         assert said[str(i)] == expected(served.model, beginning + question, 40)
 
 
+def test_requests_that_are_preempted_are_cut_where_what_they_began_with_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(tiny_model("llama"), LOSSLESS, monkeypatch, max_bytes=220_000)
+    beginning, *questions = prompts((80, 20, 31, 5, 30, 7, 26), seed=4)
+    served.store.prefill(torch.tensor([beginning]))
+    from hf_diffkv_serving.batching.engine import _Admission
+
+    add, done = _Admission.add_waiting_request, {}
+
+    def added(scheduler: Any, state: Any) -> None:
+        if state._true_initial_tokens and not done:
+            done[state.request_id] = len(served.forwards[state.request_id])
+            served.store.clear()
+        add(scheduler, state)
+
+    monkeypatch.setattr(_Admission, "add_waiting_request", added)
+    for i, question in enumerate(questions):
+        served.manager.add_request(beginning + question, str(i), max_new_tokens=40, boundaries=[80])
+    served.manager.start()
+    served.answers(len(questions))
+    served.stop()
+    [(name, before)] = done.items()
+    assert served.forwards[name][before] == 80
+
+
 @pytest.mark.parametrize(("how", "at_once"), [("shared", 5), ("copied", 3), ("taken for alike", 3)])
 @pytest.mark.sampled(100)
 def test_what_several_begin_with_is_held_once(how: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
