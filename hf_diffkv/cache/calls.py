@@ -28,12 +28,14 @@ class Call:
 
     Attributes:
         cache: cache that the call must use; None before there is one, or with a cache of Transformers' own.
+        length: number of tokens of the whole prompt, cached ones included; None if nothing tells it.
         in_chunks: whether the prompt is being prefilled in several forwards.
     """
 
     def __init__(self, model: Any, chooses: bool = False) -> None:
         self.model, self.chooses = model, chooses
         self.cache: DiffKVCache | None = None
+        self.length: int | None = None
         self.in_chunks = False
         # the claim on a cache, and whether the cache recorded before it
         self._claimed: tuple[DiffKVCache, Any, bool] | None = None
@@ -71,9 +73,9 @@ class Call:
         finally:
             cache.usage.release(run, is_empty=cache.get_seq_length() == 0)
 
-    def use(self, cache: DiffKVCache) -> None:
-        """Sets the cache of the call."""
-        self.cache = cache
+    def use(self, cache: DiffKVCache, length: int | None) -> None:
+        """Sets the cache of the call, and the length of its whole prompt."""
+        self.cache, self.length = cache, length
         self._at_start = self._before = cache.get_seq_length()
 
     def prepare(self, given: Any, input_ids: Any, arguments: Mapping[str, Any]) -> bool:
@@ -137,6 +139,24 @@ class Call:
         cache.held_tokens.check(input_ids, arguments.get("attention_mask"), seen)
         cache.start_over()
         return True
+
+    def missing(self, input_ids: Tensor, attention_mask: Tensor | None) -> int | None:
+        """Returns the number of tokens that a filled cache lacks, or None if it lacks all that the forward is given.
+
+        Assisted decoding gives the cache the whole text again, with the first candidates at its end.
+
+        Args:
+            input_ids: int64 [batch, tokens] of the first forward.
+            attention_mask: [batch, tokens], or None.
+
+        Raises:
+            ValueError: the text does not begin with the tokens that the cache holds.
+        """
+        seen = 0 if self.cache is None else self.cache.get_seq_length()
+        if not seen or self.length is None or input_ids.shape[1] < self.length:
+            return None
+        self.cache.held_tokens.check(input_ids, attention_mask, seen)
+        return input_ids.shape[1] - seen
 
     def check(self, outputs: Mapping[str, Any]) -> None:
         """Checks, after each forward, that the model used the cache.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
 from numbers import Integral
 from typing import Any
 
@@ -470,3 +472,11 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         except HandOverError:
             # within a forward of this thread: describes the state that the host knows so far
             return f"{type(self).__name__}({in_short(self)})"
+
+
+def _sent(cache: DiffKVCache) -> tuple:
+    """Returns how another process makes a cache: from bytes, as PyTorch would move its tensors into shared memory."""
+    return pickle.loads, (pickle.dumps(cache),)
+
+
+ForkingPickler.register(DiffKVCache, _sent)

@@ -252,7 +252,7 @@ def _wrap(original: Callable) -> Callable:
             )
         call = current_call(self)
         if call is not None:
-            call.use(passed(model_kwargs))
+            call.use(passed(model_kwargs), text_length(model_kwargs, generation_config))
         # generate() works on its own copy of the config, and the original refuses a cache together with a name
         generation_config.cache_implementation = None
         try:
@@ -328,6 +328,8 @@ def _wrap_inputs(original: Callable) -> Callable:
         cache, first = passed(kwargs), bool(kwargs.get("is_first_iteration"))
         embedded = first and kwargs.get("inputs_embeds") is not None
         if isinstance(cache, DiffKVCache) and not embedded and input_ids is not None and input_ids.ndim == 2:
+            if first and next_sequence_length is None and call is not None and call.cache is cache:
+                next_sequence_length = call.missing(input_ids, kwargs.get("attention_mask"))
             new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
             cache.held_tokens.note(input_ids, new.shape[1], cache.get_seq_length(), first)
         return original(self, input_ids, next_sequence_length, *args, **kwargs)

@@ -283,3 +283,21 @@ def test_two_turns(name: str) -> None:
     model.set_attn_implementation("eager")
     expected = talk(DynamicCache(config=model.config))
     assert torch.equal(talk(DiffKVCache(model.config, DiffKVConfig.lossless(window=8))), expected)
+
+
+@pytest.mark.parametrize("how", ["lookup", "assistant"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.sampled(100)
+def test_assisted_turns(name: str, how: str) -> None:
+    """A second call goes on with the cache, which Transformers gives the whole text once more."""
+    model, assistant = tiny_model(name, "eager"), noisy(name)
+    ids, mask = repeated_prompt()
+    options = {"prompt_lookup_num_tokens": 4} if how == "lookup" else {"assistant_model": assistant}
+    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8))
+    text = torch.cat([said(model, ids, mask, **passing(cache), **options), ids[:, :9]], 1)
+    expected = dense(model, text, torch.ones_like(text))
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="do not begin with the tokens"):
+        said(model, text.roll(1), torch.ones_like(text), **passing(cache), **options)
+    assert torch.equal(said(model, text, torch.ones_like(text), **passing(cache), **options), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1

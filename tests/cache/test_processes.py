@@ -1,11 +1,13 @@
-"""Processes that fork: the child works on memory of its own, and the parent's cache stays as it was."""
+"""Other processes, forked or started anew: each works on memory of its own, and the parent's cache stays as it was."""
 
 from __future__ import annotations
 
 import copy
 import multiprocessing
 import os
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -86,6 +88,36 @@ def test_child_makes_a_cache_of_its_own(model: PreTrainedModel, cache: DiffKVCac
         return model.generate(PREFIX, max_new_tokens=20, do_sample=False, **fields)[0, PREFIX.shape[1] :].tolist()
 
     assert in_child(generate) == generate()
+
+
+def send_text(model: PreTrainedModel, cache: DiffKVCache, question: Tensor, answers: Any) -> None:
+    answers.put(continue_text(model, cache, question))
+
+
+@pytest.mark.slow
+def test_a_spawned_process_gets_a_copy(model: PreTrainedModel, cache: DiffKVCache) -> None:
+    expected = continue_text(model, copy.deepcopy(cache), QUESTIONS[0])
+    before = contents(cache)
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    child = context.Process(target=send_text, args=(model, cache, QUESTIONS[0], answers))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert answers.get() == expected
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
+    assert continue_text(model, cache, QUESTIONS[0]) == expected
+
+
+def test_sending_a_cache_leaves_its_memory_where_it_is(cache: DiffKVCache) -> None:
+    """PyTorch would move it into memory that processes share, while records and kernels know its addresses."""
+    (store,) = cache.stores.all
+    before, addresses = contents(cache), store.addresses()
+    received = pickle.loads(ForkingPickler.dumps([cache]))[0]
+    assert store.addresses() == addresses
+    for found in (cache, received):
+        found.check_integrity()
+        assert all(torch.equal(a, b) for a, b in zip(before, contents(found), strict=True))
 
 
 class Answers(Dataset):
