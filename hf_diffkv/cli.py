@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed or with a bad result, 2 wrong usage, 130 interrupte
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -73,10 +74,16 @@ def hf_diffkv() -> None:
 
 
 def _open_streams() -> None:
-    """Opens the null device for standard streams that the caller has closed, which Python has as None."""
+    """Makes the standard streams usable.
+
+    Streams that the caller has closed, which Python has as None, become the null device. Characters that the encoding
+    of stdout lacks are escaped, as on stderr; an error would end a run in the middle of its text.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main(arguments: Sequence[str] | None = None, command: click.Command = hf_diffkv, program: str = PROGRAM) -> int:

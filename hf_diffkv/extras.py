@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
+import shlex
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 ROOT = Path(__file__).resolve().parents[1]
 # extras that install another distribution, with its path in a checkout
@@ -18,10 +23,26 @@ BESIDE = {
 
 
 def install(extra: str) -> str:
-    """Returns the command that installs an extra, from the checkout if this runs from one."""
+    """Returns the command that installs an extra, from the checkout if this runs from one or was installed from one."""
+    part = BESIDE.get(extra, f".[{extra}]")
     if (ROOT / "pyproject.toml").is_file():
-        return f"pip install -e '{BESIDE.get(extra, f'.[{extra}]')}'"
+        return f"pip install -e '{part}'"
+    # an index need not have what is beside the library
+    checkout = _installed_from()
+    if checkout is not None:
+        return f"pip install {shlex.quote(f'{checkout}/{part}')}"
     return f"pip install 'hf-diffkv[{extra}]'"
+
+
+def _installed_from() -> str | None:
+    """Returns the folder that pip installed this from, if it is still there."""
+    try:
+        text = metadata.distribution("hf-diffkv").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    address = urlsplit(json.loads(text)["url"] if text else "")
+    folder = url2pathname(address.path)
+    return folder if address.scheme == "file" and Path(folder, "packages").is_dir() else None
 
 
 def beside(module: str, extra: str) -> ModuleType:

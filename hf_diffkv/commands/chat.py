@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,9 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
 def _lines(options: SimpleNamespace) -> Iterator[str]:
     """Yields the user's input line by line."""
     if not sys.stdin.isatty():
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # as files of prompts are, whatever the locale has
+            sys.stdin.reconfigure(encoding="utf-8")
         try:
             for line in sys.stdin:
                 # some locales let bytes pass that are no text

@@ -33,6 +33,10 @@ def find(
         raise FileNotFoundError(
             f"{folder / CONFIG_NAME} does not exist; write it with DiffKVConfig.save_pretrained first."
         )
+    if folder.is_file():
+        raise FileNotFoundError(
+            f"{os.fspath(name)!r} is a file; give a folder with {CONFIG_NAME} that DiffKVConfig.save_pretrained wrote."
+        )
     from huggingface_hub import errors, hf_hub_download
 
     repo = os.fspath(name)

@@ -39,7 +39,16 @@ from .talk import Talk
 
 DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
 # errors that a user can cause; any other error is a defect and keeps its traceback
-EXPECTED_ERRORS = (ValueError, OSError, MemoryError, NotImplementedError, HandOverError, torch.OutOfMemoryError)
+EXPECTED_ERRORS = (
+    ValueError,
+    OSError,
+    MemoryError,
+    NotImplementedError,
+    HandOverError,
+    torch.OutOfMemoryError,
+    # of what a model or its weights need and nobody has installed
+    ImportError,
+)
 WARM_UP_TOKENS = 3
 # exit code of a process that SIGPIPE ended, as shells report it
 BROKEN_PIPE = 141
@@ -348,6 +357,8 @@ class _TimedStreamer(TextStreamer):
 
 def _main(job_path: str, run_path: str) -> None:
     job = Job(**json.loads(Path(job_path).read_text()))
+    # as in `cli.main`
+    sys.stdout.reconfigure(errors="backslashreplace")
     hide_progress_bars(job.quiet)
     getLogger(HINTS).disabled = job.quiet
     try:

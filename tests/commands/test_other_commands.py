@@ -164,6 +164,13 @@ def test_a_script_ends_at_what_cannot_be_done(
     assert printed.out == "" and printed.err.startswith(f"hf-diffkv: {said}") and printed.err.count("\n") == 1
 
 
+def test_a_script_is_utf_8_in_every_locale(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = io.TextIOWrapper(io.BytesIO("/caf\u00e9\n".encode()), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", lines)
+    assert main(["chat", "--model", "tiny-lm", "--plain", "--quiet", "--device", "cpu"]) == 1
+    assert "there is no command /caf\u00e9" in capsys.readouterr().err
+
+
 class TypedLines(io.StringIO):
     """Input that counts as a terminal's."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,24 @@ def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(EvaluationError, match="pip install bitsandbytes"):
         load_model("tiny-lm", device="cpu", weights="4bit")
+
+
+@pytest.mark.parametrize("alone", [["--no-compare"], []])
+def test_generate_says_it_in_a_line(alone: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd) -> None:
+    """One run is in this process, two are in others, which import this `sitecustomize`."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util; find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'bitsandbytes' else find(name, *rest)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    original = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else original(name, *rest)
+    )
+    arguments = ["generate", "?oak=", "--model", "tiny-lm", "--weights", "4bit", "--device", "cpu", "--quiet", *alone]
+    assert main(arguments) == 1
+    said = capfd.readouterr().err
+    assert said == "hf-diffkv: DiffKV: weights='4bit' needs bitsandbytes: pip install bitsandbytes\n"
 
 
 def test_weights_that_are_quantised_already(tmp_path: Path) -> None:

@@ -240,6 +240,20 @@ def test_closed_streams_are_empty(arguments: list[str]) -> None:
         assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [["--no-compare"], []])
+def test_characters_that_stdout_lacks_are_escaped(alone: list[str], smollm2: Path) -> None:
+    """Pipes of Windows and pure ASCII locales have no room for every character."""
+    text = "Le gar\u00e7on a d\u00e9j\u00e0 mang\u00e9 \u00e0 No\u00ebl"
+    prompt = f'Repeat this French sentence: "{text}". Say it again and again'
+    options = ["--chat", "--max-new-tokens", "12", "--device", "cpu", "--quiet", *alone]
+    command = [sys.executable, "-m", "hf_diffkv", "generate", prompt, "--model", str(smollm2), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "gar\\xe7" in result.stdout
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(QUICK) + len(SLOW) >= 60
     used = {arguments[0] for arguments, *_ in QUICK + SLOW}

@@ -83,6 +83,19 @@ def test_other_unknown_keys_are_refused(config: DiffKVConfig, tmp_path: Path) ->
         DiffKVConfig.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("file", [CONFIG_NAME, "mine.json"])
+def test_a_file_in_place_of_its_folder(
+    file: str, config: DiffKVConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths look like ids on the Hub, which is not asked."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / file).write_text(config.to_json())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+    with pytest.raises(FileNotFoundError, match=f"^'saved/{file}' is a file; give a folder"):
+        DiffKVConfig.from_pretrained(f"saved/{file}")
+
+
 def test_options_of_the_hub_without_the_hub_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="repo_id: only with push_to_hub=True|token: only with push_to_hub=True"):
         DiffKVConfig().save_pretrained(tmp_path / "new", token="x")

@@ -114,6 +114,24 @@ def test_links_and_files_exist(path: Path) -> None:
     assert not missing
 
 
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", each).strip().lower().replace(" ", "-") for each in headings}
+
+
+def test_anchors_exist() -> None:
+    """Checks pages that are no part of the site too."""
+    pages = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
+    wrong = []
+    for path in pages:
+        for file, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#([^)\s]+)\)", path.read_text()):
+            if anchor not in anchors(path.parent / file if file else path):
+                wrong.append(f"{file}#{anchor} in {path.relative_to(ROOT)}")
+    assert not wrong
+
+
 def test_code_that_is_named_exists() -> None:
     """Looks names of files in documents and code up, full or shortened: `hf_diffkv/store/step.py`, `store/step.py`."""
     folders = ("hf_diffkv", "packages", "tools", "benchmarks", "examples", "tests", "docs")

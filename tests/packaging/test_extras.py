@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,8 +19,29 @@ def test_a_checkout_is_installed_from(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert extras.install("plot") == "pip install -e '.[plot]'"
     assert extras.install("serve") == "pip install -e 'packages/serving'"
     monkeypatch.setattr(extras, "ROOT", tmp_path)
+    monkeypatch.setattr(extras, "_installed_from", lambda: None)
     assert extras.install("plot") == "pip install 'hf-diffkv[plot]'"
     assert extras.install("serve") == "pip install 'hf-diffkv[serve]'"
+
+
+def test_what_was_installed_from_a_checkout_is_completed_from_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`pip install .` leaves a record of the folder; an index need not have what is beside the library."""
+    record, checkout = tmp_path / "hf_diffkv-0.1.0.dist-info", tmp_path / "my checkout"
+    record.mkdir()
+    checkout.joinpath("packages").mkdir(parents=True)
+    record.joinpath("METADATA").write_text("Name: hf-diffkv\nVersion: 0.1.0\n")
+    address = record / "direct_url.json"
+    monkeypatch.setattr(extras, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    address.write_text(json.dumps({"url": checkout.as_uri(), "dir_info": {}}))
+    assert extras.install("eval") == f"pip install '{checkout}/packages/evaluation[harness]'"
+    assert extras.install("plot") == f"pip install '{checkout}/.[plot]'"
+    # of an archive, of a folder that is gone
+    for url in ("https://example.org/hf_diffkv-0.1.0.tar.gz", (tmp_path / "gone").as_uri()):
+        address.write_text(json.dumps({"url": url}))
+        assert extras.install("serve") == "pip install 'hf-diffkv[serve]'"
 
 
 MISSING = """
