@@ -19,13 +19,21 @@ from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_folder
 from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, settle
-from .devices import TensorParallel, are_apart, layer_devices, main_device
+from .devices import TensorParallel, absent_layers, are_apart, layer_devices, main_device
 from .errors import HandOverError, another_batch
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .latent import LatentLayer, check_latent_model, prepare_latents
 from .layer import DiffKVLayer
-from .other_layers import OtherStates, check_croppable, check_lengths, empty_states, ends_forwards, has_states
+from .other_layers import (
+    OtherStates,
+    check_croppable,
+    check_lengths,
+    empty_states,
+    ends_forwards,
+    has_states,
+    stand_ins,
+)
 from .report import MemoryReport, in_short, memory_report
 from .resolve import config_of, harm_for, moments_for, resolve_config
 from .rows import ChosenRows
@@ -81,7 +89,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         self.held_tokens = HeldTokens()
         self.stores.latent = prepare_latents(self.config, text_config, model)
         self._compressed_layers = compressed
-        self._first_compressed = compressed[0] if compressed else -1
+        self.stand_ins: dict[int, int] = {}
         kind = LatentLayer if self.stores.latent else DiffKVLayer
         for index, layer_idx in enumerate(compressed):
             readers = self.stores.readers[index] = len(self._readers.get(layer_idx, ()))
@@ -93,8 +101,10 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
     def _note_layers(self) -> None:
         """Notes with which layer a forward ends."""
-        here = [i for i, layer in enumerate(self.layers) if getattr(layer, "index", None) not in self.stores.absent]
+        absent = {i for i, layer in enumerate(self.layers) if getattr(layer, "index", None) in self.stores.absent}
+        here = sorted(set(range(len(self.layers))) - absent - self.stand_ins.keys())
         compressed = self.compressed_layers()
+        self._first_compressed = next((i for i in compressed if i in here), -1)
         self._last_layer = max(here, default=0)
         self.stores.beside_others = len(compressed) < len(self.layers)
         self.stores.turns.last_layer = ends_forwards(self.layers, here) if compressed else -1
@@ -136,8 +146,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             # layers of Transformers' own would fail halfway
             if self.stores.all and key_states.shape[0] != self.stores.all[0].batch_size:
                 raise another_batch(self.stores.all[0].batch_size, key_states.shape[0])
-        if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
-            check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2])
+        if layer_idx == self._first_compressed and told:
+            check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2], self.stand_ins)
         if isinstance(layer, DiffKVLayer) or not told:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.stores.reach_other(layer_idx, layer)
@@ -205,6 +215,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
                 self.stores.kept_dense.add(layer.index)
                 self.layers[layer_idx] = DynamicLayer()
         self.stores.attach(model, self._compressed_layers)
+        self.stand_ins = stand_ins(self.layers, absent_layers(model, list(range(len(self.layers)))))
         self._note_layers()
         self._find_moments(model)
 
@@ -432,11 +443,15 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             # other ranks may have stored their tokens already
             self.stores.broken = self.stores.tensor_parallel.size > 1 or not all(map(is_recording, recording))
             raise
-        for layer in self.layers:
+        for layer_idx, layer in enumerate(self.layers):
             if isinstance(layer, DiffKVLayer):
                 layer.see(0 if layer.store is None else tokens_to_remove)
             # empty layers of Transformers' own cannot be cropped
-            elif seen and (tokens_to_remove < 0 or getattr(layer, "record_past", True)):
+            elif (
+                seen
+                and layer_idx not in self.stand_ins
+                and (tokens_to_remove < 0 or getattr(layer, "record_past", True))
+            ):
                 layer.crop(tokens_to_remove)
         if seen and not self.get_seq_length():
             self._empty_other_layers()

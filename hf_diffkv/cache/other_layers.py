@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,22 @@ from .errors import stopped_halfway
 
 
 class OtherStates:
-    """Mixin for linear-attention states in a cache with `stores`; forwards that use them take a turn (turns.py)."""
+    """Mixin for linear-attention states in a cache with `stores`; forwards that use them take a turn (turns.py).
+
+    Attributes:
+        stand_ins: layer of this process that is as long, by layer that pipeline parallelism put into another process.
+    """
 
     stores: Any
     layers: Any
+    stand_ins: dict[int, int]
+
+    # masks are made for the first layer of a kind, which may run in another process
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(self.stand_ins.get(layer_idx, layer_idx))  # type: ignore[misc]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return super().get_mask_sizes(query_length, self.stand_ins.get(layer_idx, layer_idx))  # type: ignore[misc]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         self._reach_states(layer_idx)
@@ -95,7 +107,15 @@ def ends_forwards(layers: Sequence[Any], here: Sequence[int]) -> int:
     return max(reached, default=-1)
 
 
-def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int) -> None:
+def stand_ins(layers: Sequence[Any], absent: Collection[int]) -> dict[int, int]:
+    """Returns for each of `absent` a layer in this process: one of the same kind, or else any that counts tokens."""
+    counting = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+    here = [i for i in counting if i not in absent]
+    alike = {i: [j for j in here if type(layers[j]) is type(layers[i])] for i in counting if i in absent}
+    return {i: (same or here)[0] for i, same in alike.items() if here}
+
+
+def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int, absent: Collection[int]) -> None:
     """Raises `HandOverError` unless sliding windows have seen as many tokens as the first compressed layer.
 
     Args:
@@ -103,10 +123,11 @@ def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int)
         layer_idx: index of the first compressed layer, which is about to be updated.
         seen: number of tokens that this layer has seen.
         tokens: number of new tokens.
+        absent: indices of layers that run in another process, which stay empty here.
     """
     for index, layer in enumerate(layers):
         expected = seen + tokens if index < layer_idx else seen
-        if hasattr(layer, "sliding_window") and layer.get_seq_length() != expected:
+        if index not in absent and hasattr(layer, "sliding_window") and layer.get_seq_length() != expected:
             raise stopped_halfway()
 
 

@@ -211,14 +211,21 @@ def staged(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
         cache = DiffKVCache(model.config, CONFIGS[name], max_bytes=10**7)
         text = model.generate(ids, attention_mask=mask, **passing(cache), **GREEDY)
         rank = dist.get_rank()
+        layer_idx = cache.compressed_layers()[rank]
         assert [store.num_layers for store in cache.stores.all] == [1]
-        found[name] = {"text": text, "levels": cache.levels(rank), "keys": cache.dequantize(rank)[0]}
+        found[name] = {"text": text, "levels": cache.levels(layer_idx), "keys": cache.dequantize(layer_idx)[0]}
         cache.save_pretrained(saved / f"{name}{rank}")
         dist.barrier()
         with pytest.raises(CacheFileError, match="folder for each rank"):
             DiffKVCache.from_pretrained(saved / f"{name}{1 - rank}", model)
         loaded = DiffKVCache.from_pretrained(saved / f"{name}{rank}", model)
-        assert torch.equal(loaded.levels(rank), cache.levels(rank))
+        assert torch.equal(loaded.levels(layer_idx), cache.levels(layer_idx))
+        mask_of_all = torch.cat([mask, torch.ones(2, text.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+        texts = [
+            model.generate(text, attention_mask=mask_of_all, **passing(each), **GREEDY) for each in (cache, loaded)
+        ]
+        assert torch.equal(*texts)
+        found[name]["next turn"] = texts[0]
     return found
 
 
@@ -234,6 +241,8 @@ def main() -> None:
             "messages": stopped_together(model),
             "staged": staged(folder / "model", folder / "stages"),
         }
+        if (folder / "windowed").exists():
+            found["windowed"] = staged(folder / "windowed", folder / "windowed stages")
         torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from launch import torchrun
-from tensor_parallel_run import CONFIGS, HEAD_DIM, KV_HEADS, LAYERS, called, dense, generated, saved_and_loaded
+from tensor_parallel_run import (
+    CONFIGS,
+    GREEDY,
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
+    called,
+    dense,
+    generated,
+    prompts,
+    saved_and_loaded,
+)
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
@@ -17,6 +28,7 @@ from hf_diffkv import DiffKVCache
 SCRIPT = Path(__file__).with_name("tensor_parallel_run.py")
 RANKS = 2
 MODELS = ("llama", "qwen3")
+OPTIONS = {"num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
 
 pytestmark = [pytest.mark.oldest, pytest.mark.slow]
 
@@ -32,11 +44,11 @@ class Found:
 @pytest.fixture(scope="module")
 def all_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """Results of all models, which the same processes run one after the other."""
-    options = {"num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
-    models = {name: tiny_model(name, dtype=torch.float64, num_hidden_layers=LAYERS, **options) for name in MODELS}
+    models = {name: tiny_model(name, dtype=torch.float64, num_hidden_layers=LAYERS, **OPTIONS) for name in MODELS}
     for name, model in models.items():
         model.save_pretrained(folders[name] / "model")
+    windowed().save_pretrained(folders["llama"] / "windowed")
     torchrun(RANKS, SCRIPT, *folders.values())
     return {name: Found(models[name], folders[name]) for name in MODELS}
 
@@ -44,6 +56,12 @@ def all_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 @pytest.fixture(scope="module", params=MODELS)
 def found(request: pytest.FixtureRequest, all_found: dict[str, Found]) -> Found:
     return all_found[request.param]
+
+
+def windowed() -> PreTrainedModel:
+    """A model whose stages each have a sliding window before a full layer."""
+    kinds = ["sliding_attention", "full_attention"] * RANKS
+    return tiny_model("gemma3_text", dtype=torch.float64, num_hidden_layers=4, layer_types=kinds, **OPTIONS)
 
 
 def assert_same(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
@@ -98,10 +116,25 @@ def test_one_rank_that_cannot_go_on_stops_all(found: Found) -> None:
 
 
 def test_pipeline_stages(found: Found) -> None:
-    alone = generated(found.model)
+    assert_stages(found.model, [rank["staged"] for rank in found.ranks])
+
+
+def test_pipeline_stages_with_sliding_windows(all_found: dict[str, Found]) -> None:
+    model, ranks = windowed(), [rank["windowed"] for rank in all_found["llama"].ranks]
+    assert_stages(model, ranks)
+    assert torch.equal(dense(model), ranks[0]["lossless"]["text"])
+
+
+def assert_stages(model: PreTrainedModel, ranks: list[dict[str, Any]]) -> None:
+    """Each rank has the text of one process, and that process's layer of its own."""
+    alone = generated(model)
     for name in ("lossless", "compressed"):
-        for rank, ranks in enumerate(found.ranks):
-            staged = ranks["staged"][name]
+        for rank, stages in enumerate(ranks):
+            staged = stages[name]
             assert torch.equal(staged["text"], alone[name]["text"])
+            assert torch.equal(staged["next turn"], ranks[0][name]["next turn"])
             assert torch.equal(staged["levels"], alone[name]["levels"][rank])
             torch.testing.assert_close(staged["keys"], alone[name]["keys"][rank], rtol=1e-6, atol=1e-6)
+    mask = torch.cat([prompts()[1], torch.ones(2, GREEDY["max_new_tokens"], dtype=torch.long)], 1)
+    text = ranks[0]["lossless"]["text"]
+    assert torch.equal(ranks[0]["lossless"]["next turn"], model.generate(text, attention_mask=mask, **GREEDY))
