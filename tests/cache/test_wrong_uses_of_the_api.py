@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "negative sinks": (lambda to: DiffKVCache(to.config, sinks=-1), ("sinks=-1", "at least 0")),
     "precision as a number": (lambda to: DiffKVCache(to.config, high=8), ("high=8", "'K8V4'")),
     "precision by a wrong name": (lambda to: DiffKVCache(to.config, low="4/2"), ("low='4/2'", "'K8V4'")),
-    "bits that do not exist": (lambda to: Precision(7, 4), ("k_bits=7", "use one of (1, 2, 3")),
+    "bits that do not exist": (lambda to: Precision(9, 4), ("k_bits=9", "use one of (1, 2, 3")),
     "bits as text": (lambda to: Precision("8", 4), ("k_bits='8'", "use one of (1, 2, 3")),
     "no groups": (lambda to: Precision(8, 4, 0), ("k_groups=0", "at least 1")),
     "low above high": (lambda to: DiffKVConfig(high="K4V2", low="K8V4"), ("swap the two",)),

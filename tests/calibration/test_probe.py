@@ -174,7 +174,7 @@ def test_bad_input() -> None:
         probe_keys(model, tokenizer, "abc")
     with pytest.raises(ValueError, match="tokens=3 must be at least 16"):
         probe_keys(model, tokens=3)
-    with pytest.raises(ValueError, match="k_bits=7 is not supported"):
-        probe_keys(model, bits=(7,))
+    with pytest.raises(ValueError, match="k_bits=9 is not supported"):
+        probe_keys(model, bits=(9,))
     with pytest.raises(KeyError):
         KeyProbe({8: 0.0}, 200, 1.0).survives(4)

@@ -48,7 +48,7 @@ QUICK = [
     (["generate", "a", "--max-new-tokens", "0"], "'--max-new-tokens': 0 is too few; give at least 1."),
     (["generate", "a", "--max-new-tokens", "many"], "'--max-new-tokens': 'many' is not a whole number."),
     (["generate", "a", "--high", "INT8"], "INT8: 'INT8' is not the name of a precision; write it as 'K8V4'"),
-    (["generate", "a", "--low", "K7V4"], "K7V4: Precision.k_bits=7 is not supported"),
+    (["generate", "a", "--low", "K9V4"], "K9V4: Precision.k_bits=9 is not supported"),
     (["generate", "a", "--alpha-low", "2"], "alpha_low=2.0 is above alpha_high=1.0"),
     (["generate", "a", "--alpha-high", "-1"], "alpha_high=-1.0 must be a number of at least 0"),
     (["generate", "a", "--preset", "smal"], "'--preset': there is no preset 'smal'; did you mean 'small'? Choose one"),

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from hf_diffkv import DiffKVConfig, Precision
-from hf_diffkv.commands import load
+from hf_diffkv.commands import COMMANDS, load
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -101,6 +101,15 @@ def test_options_in_commands_exist(code: str, monkeypatch: pytest.MonkeyPatch) -
         for word in words:
             if re.match(r"(examples|benchmarks|packages|tests|tools|\.ci)/", word):
                 assert (ROOT / word).exists(), word
+
+
+def test_commands_without_presets_are_named() -> None:
+    text = " ".join((ROOT / "docs" / "commands.md").read_text().split())
+    (said,) = re.findall(r"`--ratio 0.23` a share [^,]*, in all commands but ([^(]*) \(", text)
+    options = {name: {word for each in load(name).params for word in each.opts} for name in COMMANDS}
+    lacking = {name for name, found in options.items() if not {"--preset", "--ratio"} <= found}
+    assert set(re.findall(r"`([a-z][a-z-]*)`", said)) == lacking
+    assert {name for name in lacking if options[name] & {"--preset", "--ratio"}} == {"calibrate"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

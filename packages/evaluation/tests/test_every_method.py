@@ -12,10 +12,12 @@ from hf_diffkv_evaluation.methods import METHODS
 from hf_diffkv.cli import main
 from hf_diffkv.evaluation.records import Record
 from hf_diffkv.evaluation.tasks import TASKS, facts, suites, text
+from hf_diffkv.policy import POLICIES
 
 LOSSLESS = "diffkv:lossless"
 METHOD_LABELS = ["dense", "diffkv:K4V2", LOSSLESS, "quanto:4", "hqq:4", "fp8"]
-METHOD_LABELS += ["leankv"]
+# every policy of the library is a method; "first_tokens" is the example's
+METHOD_LABELS += sorted(set(POLICIES) - {"diffkv", "first_tokens"})
 TASK_NAMES = suites()["offline"]
 
 
