@@ -100,7 +100,7 @@ def test_generate_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert diffkv["dense_bytes"] == dense["cache_bytes"]
     assert diffkv["cache_bytes"] < dense["cache_bytes"]
     for count in (dense["cache_bytes"], diffkv["cache_bytes"], diffkv["payload_bytes"], diffkv["peak_bytes"]):
-        assert f"{count / 1e6:,.2f} MB" in printed.err
+        assert (f"{count / 1e6:,.2f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB") in printed.err
     assert f"{diffkv['cache_bytes'] / dense['cache_bytes']:.1%}" in printed.err
     levels, heads = diffkv["levels"], 6 * 2
     others = sum(levels.values()) - levels["window"]
