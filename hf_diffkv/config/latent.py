@@ -94,7 +94,8 @@ def latent_choice(
 def check_precisions(config: Any) -> None:
     """Raises `ValueError` if a `DiffKVConfig` stores rotary keys in less than 8 bits."""
     layers = config.head_precisions or ()
-    used = [("high", config.high), ("low", config.low)]
+    # a layer whose heads have precisions stores no token at these
+    used = [("high", config.high), ("low", config.low)] if not layers or None in layers else []
     used += [("head_precisions", each) for layer in layers for each in layer or () if each is not None]
     used += [("until_full", config.until_full)] if isinstance(config.until_full, Precision) else []
     known = ", ".join(reversed(LATENT_LADDER))

@@ -219,6 +219,17 @@ def test_chosen_precisions(model: PreTrainedModel) -> None:
     cache = DiffKVCache(model, head_precisions=[["K8V6"], ["K8V4"]])
     text(model, cache)
     assert [store.layout.high.v_bits for store in cache.stores.all] == [6, 4]
+    # low and high are the defaults, and no layer uses them
+    table = DiffKVConfig(head_precisions=[["K8V6"], ["K8V4"]], window=8)
+    for fields in ({}, {"max_bytes": 100_000}):
+        cache = DiffKVCache(model, table, **fields)
+        text(model, cache)
+        cache.check_integrity()
+        tiers = [tier for store in cache.stores.all for tier in (store.layout.high, store.layout.low)]
+        assert {(tier.k_bits, tier.v_bits) for tier in tiers} >= {(8, 6), (8, 4)}
+        assert all(tier.k_bits == 8 for tier in tiers)
+    with pytest.raises(ValueError, match="low=K4V2.*at least 8 bits"):
+        DiffKVCache(model, DiffKVConfig(head_precisions=[["K8V6"], None]))
     large = CONFIG_MAPPING["deepseek_v3"]()
     assert DiffKVConfig.for_model(large, target_ratio=0.6).high.name == "K8V8"
     assert DiffKVConfig.for_model(large, target_ratio=0.3).high.name == "K8V4"
