@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import gallery
+from field_tasks import SUITES
 from field_tasks.tables import group_of, overview, summary
 from hf_diffkv_evaluation.report import Cell, ResultRow, best_first, rows_of
 
@@ -112,7 +113,8 @@ def _field_title(model: str, *suite: str) -> str:
 
 
 def _field_records(model: str, suite: str, length: str = "") -> list[Record]:
-    records = read_records(sorted((FIELD_RESULTS / model).glob("*.jsonl")))
+    files = [FIELD_RESULTS / model / f"{task}.jsonl" for task in sorted(SUITES[suite].TASKS)]
+    records = read_records([file for file in files if file.exists()])
     return [record for record in records if group_of(record) == (suite, length)]
 
 

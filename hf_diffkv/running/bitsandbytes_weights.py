@@ -39,23 +39,23 @@ def settle(model: Any) -> None:
 
     - Weights that stayed in 16 bits are copied: they are parts of a mapped file, of which all that was read stays in
       memory with them.
-    - bitsandbytes arranges weights of 4 bits at their first product, which takes several times their size, and a large
-      output head gets 4 bits as well (output_head.py).
+    - With AVX512-BF16, bitsandbytes arranges weights of 4 bits at their first product, which takes several times their
+      size, and a large output head gets 4 bits as well (output_head.py).
     """
+    from bitsandbytes.functional import has_avx512bf16
     from bitsandbytes.nn import Linear4bit
 
-    from .output_head import quantize_head
+    from .output_head import arrange, quantize_head
 
     if model.device.type == "cpu":
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if type(parameter) is nn.Parameter:
-                    parameter.data = parameter.data.clone()
-            layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
-            if layers:
-                quantize_head(model)
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter:
+                parameter.data = parameter.data.clone()
+        layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+        if layers and has_avx512bf16():
+            quantize_head(model)
             for layer in layers:
-                layer(torch.zeros(1, layer.in_features, dtype=model.dtype))
+                arrange(layer, model.dtype)
     give_back_memory()
 
 

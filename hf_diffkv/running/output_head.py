@@ -73,10 +73,14 @@ def _in_4_bits(weight: Tensor) -> nn.Module:
     layer = Linear4bit(weight.shape[1], len(padded), bias=False, compute_dtype=weight.dtype, device="meta")
     layer.weight = Params4bit(padded, requires_grad=False, blocksize=SCALED_ELEMENTS, quant_type="nf4", module=layer)
     layer = layer.to("cpu").eval()
-    with torch.no_grad():
-        # the first product arranges the weights
-        layer(weight.new_zeros(1, weight.shape[1]))
+    arrange(layer, weight.dtype)
     return layer
+
+
+@torch.no_grad()
+def arrange(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Arranges the weights of a layer of bitsandbytes for CPUs with AVX512-BF16, as its first product does."""
+    layer(torch.zeros(1, layer.in_features, dtype=dtype))
 
 
 def quantize_head(model: Any) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from given_stores import attend, begin, new_store
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from runs import contents
+from state_machines import STEADY
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
@@ -18,15 +19,7 @@ from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, begin_forward, check_integrity, levels, read_tokens, select_rows
 
 HEADS, GROUP, DIM = 2, 2, 8
-# a busy machine is no fault
-SETTINGS = settings(
-    max_examples=40,
-    stateful_step_count=15,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+SETTINGS = settings(STEADY, max_examples=40, stateful_step_count=15)
 THRESHOLDS = [(1.0, 0.5), (0.0, 0.0), (1e9, 0.0), (0.9, 0.9), (1.5, 1.0)]
 
 

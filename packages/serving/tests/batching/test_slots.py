@@ -14,9 +14,10 @@ from given_stores import new_store
 from hf_diffkv_serving.batching.ranks import Ranks
 from hf_diffkv_serving.batching.shapes import AttentionShape
 from hf_diffkv_serving.batching.slots import Slots
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from state_machines import STEADY
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig, Precision
@@ -27,15 +28,7 @@ from hf_diffkv.pages.rows import ROW_STATE
 from hf_diffkv.store import PromptAttention, StepAttention, Store, begin_forward, check_integrity, read_tokens
 
 LAYERS, HEADS, GROUP, DIM, SLOTS, LONGEST = 2, 2, 2, 8, 4, 120
-# a busy machine is no fault
-SETTINGS = settings(
-    max_examples=6,
-    stateful_step_count=12,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+SETTINGS = settings(STEADY, max_examples=6, stateful_step_count=12)
 THRESHOLDS = [(1.0, 0.5), (0.0, 0.0), (1e9, 0.0), (0.9, 0.9), (1.5, 1.0)]
 BUDGETS = {"tight": 22_000, "ample": 400_000}
 # of the heads of both layers: none; a pair beside thresholds; a pair in both; a precision for each
