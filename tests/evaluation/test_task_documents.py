@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.runner import documents_of
-from hf_diffkv.evaluation.tasks import Document, get_task, suites
+from hf_diffkv.evaluation.tasks import TASKS, Document, get_task, suites
 from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.evaluation.tasks.text import texts
 
@@ -145,3 +146,9 @@ def test_a_prompt_that_ends_in_the_question(name: str, tokenizer: Any) -> None:
         assert len(last) == 1 and f"{asked}{tokenizer.decode(answer)}" in told
     # it ends in another question, not in the first one of each text
     assert len({document.questions[0][1] for document in found}) == 2
+
+
+def test_page_has_a_row_for_every_task() -> None:
+    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall("`([^`]+)`", "".join(rows))) == sorted(TASKS.names())
