@@ -243,8 +243,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Decompresses a layer.
 
         Returns:
-            Keys and values (of latent models latents and rotary keys), float32 [batch, kv_heads, seen, dim], zero for
-            tokens that are not stored; and which tokens are stored, bool [batch, kv_heads, seen].
+            Keys and values (of latent models latents and rotary keys), [batch, kv_heads, seen, dim], float32 (float64
+            of float64 models), zero for tokens that are not stored; and which are, bool [batch, kv_heads, seen].
         """
         layer = self._filled_layer(layer_idx)
         tokens = read_tokens(layer.store, layer.slot)
