@@ -15,11 +15,29 @@ from .compat import attention_of, passing
 from .config import DiffKVConfig
 from .evaluation.comparison import Agreement
 
+EVALUATED_FIGURES = ("agreement", "until_difference", "bytes", "payload_bytes", "dense_bytes", "ratio", "payload_ratio")
+# options of a model's generation config that ask for another decoding, another output or another cache
+PLAIN_DECODING = {
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "use_cache": True,
+    "return_dict_in_generate": False,
+    "cache_implementation": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "stop_strings": None,
+    "token_healing": False,
+}
+
 
 class DiffKVEvaluationCallback(TrainerCallback):
     """Trainer callback that generates with a dense cache and with DiffKV, and logs the agreement of the texts.
 
-    Decoding is greedy. `trainer.log` logs the figures, so that they are in `log_history` and reach every tracker:
+    Decoding is greedy, and stop strings are not used. `trainer.log` logs the figures, so that they are in `log_history`
+    and reach every tracker:
 
     - `eval_diffkv_agreement`: share of positions with equal tokens.
     - `eval_diffkv_until_difference`: number of tokens before the first difference, mean over the prompts.
@@ -27,8 +45,9 @@ class DiffKVEvaluationCallback(TrainerCallback):
       of the generation, summed over batches.
     - `eval_diffkv_ratio`, `eval_diffkv_payload_ratio`: the first two over the dense bytes.
 
-    Training is not affected: modes of all modules, attention implementation, gradients and random state are restored.
-    Every process generates. Models with sharded weights (FSDP, ZeRO-3) are untested.
+    `metric_for_best_model` may name one of them. Callbacks that read it, such as `EarlyStoppingCallback`, are added
+    after this one. Nothing else affects training: modes of all modules, attention implementation, gradients and random
+    state are restored. Every process generates. Models with sharded weights (FSDP, ZeRO-3) are untested.
 
     Args:
         trainer: trainer that it is added to, by `trainer.add_callback(DiffKVEvaluationCallback(trainer, prompts))`.
@@ -38,8 +57,8 @@ class DiffKVEvaluationCallback(TrainerCallback):
         every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does.
 
     Raises:
-        ValueError: `trainer` is not one or has no tokenizer that can pad, there are no prompts or an empty one, or a
-            number is below 1.
+        ValueError: `trainer` is not one or has no tokenizer that can pad, there are no prompts or an empty one, a
+            number is below 1, or `metric_for_best_model` names a figure and `every_steps` is given.
     """
 
     def __init__(
@@ -64,6 +83,11 @@ class DiffKVEvaluationCallback(TrainerCallback):
                 "the prompts need a tokenizer with a pad token: pass processing_class=tokenizer to the Trainer, and "
                 "set tokenizer.pad_token where it is missing."
             )
+        if every_steps is not None and _wanted(trainer.args) is not None:
+            raise ValueError(
+                f"metric_for_best_model={trainer.args.metric_for_best_model!r} is needed at every evaluation of the "
+                f"trainer; leave every_steps={every_steps} out."
+            )
         self.trainer = trainer
         self.prompts = list(prompts)
         self.config = config
@@ -77,10 +101,23 @@ class DiffKVEvaluationCallback(TrainerCallback):
             self._log(control, self.evaluate(model))
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
     ) -> None:
-        if self.every_steps is None:
-            self._log(control, self.evaluate(model))
+        if self.every_steps is not None:
+            return
+        figures = self.evaluate(model)
+        self._log(control, figures)
+        wanted = _wanted(args)
+        if wanted is not None and metrics is not None:
+            # the trainer's own dict, in which it then looks for the figure; a search for hyperparameters adds up all
+            # that is in it
+            metrics[wanted] = figures[wanted]
 
     def _log(self, control: TrainerControl, figures: dict[str, float]) -> None:
         due = control.should_log
@@ -105,14 +142,14 @@ class DiffKVEvaluationCallback(TrainerCallback):
         total = Agreement.of(dense, compressed)
         alone = [Agreement.of([a], [b]).until_difference for a, b in zip(dense, compressed)]
         dense_bytes = max(1, counted["dense_bytes"])
-        figures = {
-            "agreement": total.equal / max(1, total.tokens),
-            "until_difference": sum(alone) / len(alone),
-            **counted,
-            "ratio": counted["bytes"] / dense_bytes,
-            "payload_ratio": counted["payload_bytes"] / dense_bytes,
-        }
-        return {f"eval_diffkv_{name}": value for name, value in figures.items()}
+        figures = (
+            total.equal / max(1, total.tokens),
+            sum(alone) / len(alone),
+            *counted.values(),
+            counted["bytes"] / dense_bytes,
+            counted["payload_bytes"] / dense_bytes,
+        )
+        return {f"eval_diffkv_{name}": value for name, value in zip(EVALUATED_FIGURES, figures, strict=True)}
 
     def _generate(self, model: PreTrainedModel, prompts: list[str], cache: dict[str, Any]) -> list[list[int]]:
         """Returns the new token ids of each prompt, up to the one that ends the text."""
@@ -123,12 +160,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
             attention_mask=inputs["attention_mask"],
             max_new_tokens=self.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
-            do_sample=False,
-            num_beams=1,
-            num_return_sequences=1,
-            use_cache=True,
-            return_dict_in_generate=False,
-            **cache,
+            **{**PLAIN_DECODING, **cache},
         )
         ends = model.generation_config.eos_token_id
         ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
@@ -151,6 +183,13 @@ def undisturbed(model: PreTrainedModel) -> Iterator[None]:
             module.training = mode
         if attention is not None and attention_of(text_config) != attention:
             set_attention(model, attention)
+
+
+def _wanted(args: TrainingArguments) -> str | None:
+    """Returns the name of the figure by which the trainer chooses the best model, or None if it is another metric."""
+    name = args.metric_for_best_model or ""
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    return name if name.removeprefix("eval_diffkv_") in EVALUATED_FIGURES else None
 
 
 def _until(row: list[int], ends: set[int]) -> list[int]:

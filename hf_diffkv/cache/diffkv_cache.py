@@ -229,21 +229,22 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         return memory_report(self)
 
     @reports
-    def levels(self, layer_idx: int | None = None) -> Tensor:
+    def levels(self, layer_idx: int) -> Tensor:
         """Returns levels, int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
 
-        Under tensor parallelism, here and below, kv_heads counts this rank's heads.
+        Here and below kv_heads counts this rank's heads under tensor parallelism, and a layer that is not compressed or
+        holds nothing raises a `ValueError`.
         """
         layer = self._filled_layer(layer_idx)
         return levels(layer.store, layer.slot)
 
     @reports
-    def dequantize(self, layer_idx: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Decompresses a layer.
 
         Returns:
-            Keys and values (of latent models latents and rotary keys), float32 [batch, kv_heads, seen, dim], zero for
-            tokens that are not stored; and which tokens are stored, bool [batch, kv_heads, seen].
+            Keys and values (of latent models latents and rotary keys), [batch, kv_heads, seen, dim], float32 (float64
+            of float64 models), zero for tokens that are not stored; and which are, bool [batch, kv_heads, seen].
         """
         layer = self._filled_layer(layer_idx)
         tokens = read_tokens(layer.store, layer.slot)
@@ -251,7 +252,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         return (values, keys, mask) if layer.has_latents else (keys, values, mask)
 
     @reports
-    def significance(self, layer_idx: int | None = None) -> Tensor:
+    def significance(self, layer_idx: int) -> Tensor:
         """Returns significance, float32 [batch, kv_heads, seen]: attention each token received from later queries.
 
         Raises:
@@ -271,7 +272,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         for store in self.stores.all:
             check_integrity(store)
 
-    def _filled_layer(self, layer_idx: int | None) -> Any:
+    def _filled_layer(self, layer_idx: int) -> Any:
         """Returns a compressed layer that holds tokens. Raises `ValueError` if the layer is not such a layer."""
         if not isinstance(layer_idx, Integral):
             raise ValueError(
@@ -343,12 +344,12 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
     def fork(self, n: int) -> list[DiffKVCache]:
         """Makes `n` caches that continue from the same tokens and share this one's memory until they change.
 
-        The first forward of a fork copies the pages it shares, because it adds to the significance of all tokens,
-        which is kept in the pages. Transformers' own layers are copied at once.
+        The first forward of a fork copies all pages it shares. Transformers' own layers are copied at once.
 
         Raises:
             ValueError: n is below 1, or some tokens may still be taken back (call `crop(0)`).
             CacheInUseError: another thread's `generate()` is using the cache.
+            HandOverError: a forward stopped halfway.
         """
         if not isinstance(n, Integral) or n < 1:
             raise ValueError(f"n={n!r} must be an integer of at least 1.")

@@ -64,8 +64,10 @@ def test_reports_without_precisions_and_beside_chosen_heads() -> None:
 
 
 @pytest.mark.parametrize("name", ["levels", "dequantize", "significance"])
-def test_a_call_without_a_layer_says_what_to_pass(name: str) -> None:
+def test_a_call_without_a_layer_says_what_is_missing(name: str) -> None:
     cache: DiffKVCache = started(model_of("llama"), (20,), DiffKVConfig(window=WINDOW)).cache
     call: Callable = getattr(cache, name)
     with pytest.raises(ValueError, match=r"layer_idx=None must be an integer: pass the layer, one of .* \[0, 1\]"):
+        call(None)
+    with pytest.raises(TypeError, match="layer_idx"):
         call()

@@ -129,6 +129,25 @@ def test_a_model_that_generates_with_diffkv_by_default(tmp_path: Path) -> None:
     assert model.generation_config.to_dict() == before
 
 
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+        {"cache_implementation": "static"},
+        {"stop_strings": ["a"]},
+        {"token_healing": True},
+    ],
+    ids=lambda defaults: next(iter(defaults)),
+)
+def test_a_model_with_other_ways_to_generate_by_default(defaults: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    callback = DiffKVEvaluationCallback(make_trainer(model, tmp_path), PROMPTS, CONFIG, max_new_tokens=8)
+    expected = callback.evaluate(model)
+    model.generation_config.update(**defaults)
+    assert callback.evaluate(model) == expected
+
+
 # in a training run
 
 
@@ -157,6 +176,26 @@ def test_logged_every_few_steps(tmp_path: Path) -> None:
     trainer.add_callback(DiffKVEvaluationCallback(trainer, PROMPTS, CONFIG, max_new_tokens=2, every_steps=3))
     trainer.train()
     assert [entry["step"] for entry in logged(trainer)] == [3]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("metric", ["eval_diffkv_agreement", "diffkv_until_difference"])
+def test_the_best_model_by_a_figure(metric: str, tmp_path: Path) -> None:
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(
+        tiny_model("llama"), tmp_path, **steps, metric_for_best_model=metric, load_best_model_at_end=True
+    )
+    trainer.add_callback(DiffKVEvaluationCallback(trainer, PROMPTS, CONFIG, max_new_tokens=8))
+    trainer.train()
+    name = f"eval_{metric.removeprefix('eval_')}"
+    found = [entry[name] for entry in logged(trainer)]
+    assert len(found) == STEPS and len(set(found)) > 1
+    assert trainer.state.best_metric == max(found)
+    assert trainer.state.best_global_step == 1 + found.index(max(found))
+    metrics = trainer.evaluate()
+    assert [key for key in metrics if "diffkv" in key] == [name], "a search for hyperparameters adds up all metrics"
+    with pytest.raises(ValueError, match="every_steps=2"):
+        DiffKVEvaluationCallback(trainer, PROMPTS, every_steps=2)
 
 
 @pytest.mark.oldest
