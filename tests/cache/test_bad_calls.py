@@ -164,3 +164,13 @@ def test_attention_weights_that_nobody_has() -> None:
     with pytest.warns(UserWarning, match="no attention weights.*significance"):
         given = generate(model, cache_implementation="diffkv", **options)
     assert not any(given.attentions)
+
+
+def test_dropout_that_is_not_applied() -> None:
+    """Models in training mode ask for it, also in `generate()`."""
+    model = tiny_model("llama", attention_dropout=0.5).train()
+    with pytest.warns(UserWarning, match=r"attention_dropout=0.5.*model.eval\(\)"):
+        given = generate(model, cache_implementation="diffkv")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(generate(model.eval(), cache_implementation="diffkv"), given)
