@@ -176,6 +176,15 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
         )
 
 
+def _check_chunks(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for embeddings to be computed in chunks, of which Transformers cuts the ids alone."""
+    if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            f"prefill_chunk_size={generation_config.prefill_chunk_size} cannot be used with inputs_embeds, which "
+            "Transformers does not cut into chunks; leave it out, or pass input_ids."
+        )
+
+
 def _claim(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
     """Claims a cache for the running `generate()` call on `model`. Raises `CacheInUseError` as `Usage.claim` does."""
     call = current_call(model)
@@ -222,6 +231,7 @@ def _wrap(original: Callable) -> Callable:
                 # the original raises an error for a cache together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             _check_padding(generation_config, model_kwargs)
+            _check_chunks(generation_config, model_kwargs)
             check_no_manager(self)
             check_model_config(self.config)
             cache.check_layers(self)
@@ -238,6 +248,7 @@ def _wrap(original: Callable) -> Callable:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             _check_padding(generation_config, model_kwargs)
+            _check_chunks(generation_config, model_kwargs)
             check_no_manager(self)
             made = DiffKVCache(self, **cache_fields(generation_config.cache_config))
             ensure_attention(self)

@@ -174,3 +174,16 @@ def test_dropout_that_is_not_applied() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(generate(model.eval(), cache_implementation="diffkv"), given)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_embeddings_in_chunks(by_name: bool) -> None:
+    """Transformers cuts the ids alone, and fails halfway whatever the cache."""
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts(LENGTHS)
+    cache = DiffKVCache(model.config)
+    chosen = {"cache_implementation": "diffkv"} if by_name else passing(cache)
+    prompt = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+    with raises(ValueError, "prefill_chunk_size=9", "inputs_embeds", "leave it out"):
+        model.generate(**prompt, **chosen, prefill_chunk_size=9, max_new_tokens=3)
+    assert not cache.get_seq_length()
