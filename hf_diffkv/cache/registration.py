@@ -273,6 +273,7 @@ def _wrap(original: Callable) -> Callable:
         if cache is None:
             disown(passed(model_kwargs))
             if getattr(generation_config, "is_assistant", False):
+                passed(model_kwargs).usage.drafts = True
                 passed(model_kwargs).activate_past_recording()
         return result
 
