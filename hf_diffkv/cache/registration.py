@@ -299,8 +299,14 @@ def _wrap_criteria(original: Callable) -> Callable:
     return valid
 
 
+def _times(cache: DiffKVCache, sequences: int, generation_config: Any) -> int:
+    """Returns how often a cache must be repeated for the `sequences` into which a call expanded its prompts."""
+    times = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    return times if cache.get_seq_length() and cache.rows() * times == sequences else 1
+
+
 def _wrap_prefill(original: Callable) -> Callable:
-    """Makes `generate()` refuse a prompt that does not begin with the cached tokens."""
+    """Makes `generate()` refuse a prompt that does not begin with the cached tokens, and repeat them for its beams."""
 
     def prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -308,10 +314,14 @@ def _wrap_prefill(original: Callable) -> Callable:
         cache = passed(model_kwargs)
         # an assistant's cache is cropped to the given tokens; embeddings have no token ids
         checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
+        times = _times(cache, input_ids.shape[0], generation_config) if checks else 1
         if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
             # if only the new tokens are given, the mask is longer
             if input_ids.shape[1] == text_length(model_kwargs, generation_config):
-                cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
+                rows, mask = input_ids[::times], model_kwargs.get("attention_mask")
+                cache.held_tokens.check(rows, mask if mask is None else mask[::times], cache.get_seq_length())
+        if checks and times > 1:
+            cache.batch_repeat_interleave(times)
         call = current_call(self)
         if call is None or generation_config.prefill_chunk_size is None:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
