@@ -12,6 +12,7 @@ keeps it from being reordered or dropped. The compiler may pass copies of both t
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,6 +142,12 @@ def diffkv_attention(
             if torch.is_grad_enabled():
                 output = _NoGradient.apply(output, query, key, value)
             return leave(output).transpose(1, 2).contiguous(), None
+        if dropout:
+            warnings.warn(
+                f"{type(module).__name__} asks for attention_dropout={dropout}, which attention with a DiffKVCache "
+                "does not apply; call model.eval() before generating.",
+                stacklevel=2,
+            )
         if layer.stores.capturing:
             query, leave = _enter(layer, module, query, value)
             output = layer.attend_captured(query, key, value, attention_mask, softmax)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_folder
-from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, settle
+from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, revocable, settle
 from .devices import TensorParallel, absent_layers, are_apart, layer_devices, main_device
 from .errors import HandOverError, another_batch
 from .held_tokens import HeldTokens
@@ -433,6 +433,9 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
+        # with two tokenizers an assistant's text may change further back; it is given all of it again
+        if self.usage.drafts and any(revocable(store) < -tokens_to_remove for store in self.stores.all):
+            return self.start_over()
         for layer in self.layers:
             check_croppable(layer, tokens_to_remove)
         seen = self.get_seq_length()

@@ -176,6 +176,15 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
         )
 
 
+def _check_chunks(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for embeddings to be computed in chunks, of which Transformers cuts the ids alone."""
+    if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            f"prefill_chunk_size={generation_config.prefill_chunk_size} cannot be used with inputs_embeds, which "
+            "Transformers does not cut into chunks; leave it out, or pass input_ids."
+        )
+
+
 def _claim(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
     """Claims a cache for the running `generate()` call on `model`. Raises `CacheInUseError` as `Usage.claim` does."""
     call = current_call(model)
@@ -222,6 +231,7 @@ def _wrap(original: Callable) -> Callable:
                 # the original raises an error for a cache together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             _check_padding(generation_config, model_kwargs)
+            _check_chunks(generation_config, model_kwargs)
             check_no_manager(self)
             check_model_config(self.config)
             cache.check_layers(self)
@@ -238,6 +248,7 @@ def _wrap(original: Callable) -> Callable:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             _check_padding(generation_config, model_kwargs)
+            _check_chunks(generation_config, model_kwargs)
             check_no_manager(self)
             made = DiffKVCache(self, **cache_fields(generation_config.cache_config))
             ensure_attention(self)
@@ -262,6 +273,7 @@ def _wrap(original: Callable) -> Callable:
         if cache is None:
             disown(passed(model_kwargs))
             if getattr(generation_config, "is_assistant", False):
+                passed(model_kwargs).usage.drafts = True
                 passed(model_kwargs).activate_past_recording()
         return result
 
@@ -287,8 +299,14 @@ def _wrap_criteria(original: Callable) -> Callable:
     return valid
 
 
+def _times(cache: DiffKVCache, sequences: int, generation_config: Any) -> int:
+    """Returns how often a cache must be repeated for the `sequences` into which a call expanded its prompts."""
+    times = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    return times if cache.get_seq_length() and cache.rows() * times == sequences else 1
+
+
 def _wrap_prefill(original: Callable) -> Callable:
-    """Makes `generate()` refuse a prompt that does not begin with the cached tokens."""
+    """Makes `generate()` refuse a prompt that does not begin with the cached tokens, and repeat them for its beams."""
 
     def prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -296,10 +314,14 @@ def _wrap_prefill(original: Callable) -> Callable:
         cache = passed(model_kwargs)
         # an assistant's cache is cropped to the given tokens; embeddings have no token ids
         checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
+        times = _times(cache, input_ids.shape[0], generation_config) if checks else 1
         if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
             # if only the new tokens are given, the mask is longer
             if input_ids.shape[1] == text_length(model_kwargs, generation_config):
-                cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
+                rows, mask = input_ids[::times], model_kwargs.get("attention_mask")
+                cache.held_tokens.check(rows, mask if mask is None else mask[::times], cache.get_seq_length())
+        if checks and times > 1:
+            cache.batch_repeat_interleave(times)
         call = current_call(self)
         if call is None or generation_config.prefill_chunk_size is None:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)

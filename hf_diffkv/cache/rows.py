@@ -38,25 +38,25 @@ class ChosenRows:
         """Repeats every sequence `repeats` times, with copies next to each other."""
         if isinstance(repeats, bool) or not isinstance(repeats, Integral) or repeats < 1:
             raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
-        self._select(torch.arange(self._rows(), device="cpu").repeat_interleave(repeats))
+        self._select(torch.arange(self.rows(), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices` (int64, or bool [batch]) and frees the pages of the others at once."""
         indices = as_index("indices", indices)
         try:
-            index = torch.arange(self._rows(), device="cpu").to(indices.device)[indices]
+            index = torch.arange(self.rows(), device="cpu").to(indices.device)[indices]
         except IndexError as error:
-            raise ValueError(f"indices={indices.tolist()}: this cache holds {self._rows()} sequences.") from error
+            raise ValueError(f"indices={indices.tolist()}: this cache holds {self.rows()} sequences.") from error
         self._select(index)
 
-    def _rows(self) -> int:
+    def rows(self) -> int:
         """Returns the number of sequences held; 0 if the cache is empty."""
         return self.stores.all[0].batch_size if self.stores.all else rows_held(self.layers)
 
     @between_forwards
     def _select(self, index: Tensor) -> None:
         self.check_handover()
-        batch = self._rows()
+        batch = self.rows()
         if batch and (index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch):
             raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
         with self.stores.in_step():

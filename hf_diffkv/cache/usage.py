@@ -20,9 +20,14 @@ def in_use() -> CacheInUseError:
 
 
 class Usage:
-    """The model whose keys and values a cache holds, and the running `generate()` call."""
+    """The model whose keys and values a cache holds, and the running `generate()` call.
+
+    Attributes:
+        drafts: whether an assistant drafts with the cache, which is given the whole text every time.
+    """
 
     def __init__(self) -> None:
+        self.drafts = False
         self._model: weakref.ref | None = None
         self._run: weakref.ref | None = None
         self._thread: int | None = None

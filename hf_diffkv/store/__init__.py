@@ -9,7 +9,7 @@ from .kv_heads import KVHeads
 from .prompt import PromptAttention
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
-from .rollback import RecordedAttention, commit_together, is_recording
+from .rollback import RecordedAttention, commit_together, is_recording, revocable
 from .state import Store
 from .step import begin_forward, withdraw
 from .transform import check_finite
@@ -36,6 +36,7 @@ __all__ = [
     "payload",
     "prepare_rows",
     "read_tokens",
+    "revocable",
     "select_rows",
     "settle",
     "withdraw",

@@ -123,8 +123,13 @@ def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callab
         raise
 
 
+def revocable(store: Store) -> int:
+    """Returns the number of tokens that can be taken back."""
+    return min((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
+
+
 def _check_rejected(store: Store, rejected: int) -> None:
-    possible = min((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
+    possible = revocable(store)
     if rejected > possible:
         raise ValueError(
             f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "

@@ -164,3 +164,26 @@ def test_attention_weights_that_nobody_has() -> None:
     with pytest.warns(UserWarning, match="no attention weights.*significance"):
         given = generate(model, cache_implementation="diffkv", **options)
     assert not any(given.attentions)
+
+
+def test_dropout_that_is_not_applied() -> None:
+    """Models in training mode ask for it, also in `generate()`."""
+    model = tiny_model("llama", attention_dropout=0.5).train()
+    with pytest.warns(UserWarning, match=r"attention_dropout=0.5.*model.eval\(\)"):
+        given = generate(model, cache_implementation="diffkv")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(generate(model.eval(), cache_implementation="diffkv"), given)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_embeddings_in_chunks(by_name: bool) -> None:
+    """Transformers cuts the ids alone, and fails halfway whatever the cache."""
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts(LENGTHS)
+    cache = DiffKVCache(model.config)
+    chosen = {"cache_implementation": "diffkv"} if by_name else passing(cache)
+    prompt = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+    with raises(ValueError, "prefill_chunk_size=9", "inputs_embeds", "leave it out"):
+        model.generate(**prompt, **chosen, prefill_chunk_size=9, max_new_tokens=3)
+    assert not cache.get_seq_length()

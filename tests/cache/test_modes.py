@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import PAD, ragged_prompts, tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
@@ -301,3 +310,32 @@ def test_assisted_turns(name: str, how: str) -> None:
         said(model, text.roll(1), torch.ones_like(text), **passing(cache), **options)
     assert torch.equal(said(model, text, torch.ones_like(text), **passing(cache), **options), expected)
     assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+def pair_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokenizer of some pairs and words, whose tokens change as text follows."""
+    pairs = Tokenizer(models.BPE())
+    pairs.pre_tokenizer, pairs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special, alphabet = ["<pad>", "<eos>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special)
+    pairs.train_from_iterator(["@sky=1234 the sea was calm and 12 34 56 78 90 11 22 33 44 55"] * 5, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=pairs, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_an_assistant_with_another_tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text can change further back than in the tokens of the last round, which is all that `crop` takes back."""
+    over: list[int] = []
+    start_over = DiffKVCache.start_over
+    monkeypatch.setattr(
+        DiffKVCache, "start_over", lambda cache: (over.append(cache.get_seq_length()), start_over(cache))[1]
+    )
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32), pair_tokenizer()
+    characters = AutoTokenizer.from_pretrained(TINY_LM)
+    ids = characters("@sky=1234 @tin=2222 the sea was calm ?sky=", return_tensors="pt").input_ids
+    expected = dense(model, ids, torch.ones_like(ids), max_new_tokens=30)
+    assistant = tiny_model(name, "eager", vocab_size=len(tokenizer))
+    assistant.generation_config.update(**LOSSLESS)
+    options = {"assistant_model": assistant, "tokenizer": characters, "assistant_tokenizer": tokenizer}
+    assert torch.equal(said(model, ids, torch.ones_like(ids), **LOSSLESS, **options, max_new_tokens=30), expected)
+    assert over, "all text was taken back by crop"

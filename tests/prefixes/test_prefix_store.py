@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import CONFIG, Run, assert_equal_contents, model_of, started, tokens
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.compat import passing
@@ -250,3 +250,27 @@ def test_only_the_thread_needs_the_serving_package(monkeypatch: pytest.MonkeyPat
     store.flush()
     store.stop()
     assert store.stats.loaded_ahead == store.stats.offloaded == 0
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_hit_is_repeated_for_beams(name: str, options: dict) -> None:
+    """Compares with `DynamicCache`; other tokens than the stored ones are refused before anything is repeated."""
+    model, ids = model_of(name), tokens(1, 60)
+    store = PrefixStore(model, DiffKVConfig.lossless(window=8))
+    store.prefill(ids[:, :40])
+    options = {"max_new_tokens": 8, "do_sample": False, **options}
+    cache = store.lookup(ids)
+    with pytest.raises(ValueError, match="part at position 0"):
+        model.generate(ids.roll(1), **passing(cache), **options)
+    assert cache.get_seq_length() == 40 and cache.rows() == 1
+
+    def said(cache: Cache) -> Tensor:
+        torch.manual_seed(3)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **passing(cache), **options)
+
+    with computed_tokens(model) as counts:
+        given = said(cache)
+    assert counts[0] == 20 and cache.rows() == 3
+    model.set_attn_implementation("eager")
+    assert torch.equal(given, said(DynamicCache(config=model.config)))
