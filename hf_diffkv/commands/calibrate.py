@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..config.presets import DEFAULT_PRESET, RATIOS
 from .calibrate_heads import calibrate_heads
 from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command
-from .options import MAX_KL, AtLeast, Numbers, model_option, quiet_option, running_options
+from .options import MAX_KL, AtLeast, NonEmptyPath, Numbers, model_option, quiet_option, running_options
 
 # options that select thresholds, each by itself
 OF_THRESHOLDS = (
@@ -40,7 +39,7 @@ def _listed(values: tuple[float, ...]) -> str:
 @model_option(required=True)
 @click.option(
     "--output",
-    type=Path,
+    type=NonEmptyPath(),
     metavar="FOLDER",
     help="For the configuration and the measurements; a run that it holds is continued.  [default: a folder of the "
     "model in the user's cache]",

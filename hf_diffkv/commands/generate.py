@@ -22,6 +22,7 @@ from .models import load_tokenizer, position_limit, supported_config, usable_dev
 from .options import (
     AtLeast,
     Between,
+    NonEmptyPath,
     PromptText,
     chain,
     choice_of,
@@ -77,14 +78,19 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 @click.option("--system", metavar="TEXT", type=PromptText(), help="System message for --chat.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
-@click.option("--save-cache", metavar="FOLDER", type=Path, help="Keep the cache and what was written for --load-cache.")
 @click.option(
-    "--load-cache", metavar="FOLDER", type=Path, help="Go on from there: PROMPT is the next turn, and it alone is read."
+    "--save-cache", metavar="FOLDER", type=NonEmptyPath(), help="Keep the cache and what was written for --load-cache."
+)
+@click.option(
+    "--load-cache",
+    metavar="FOLDER",
+    type=NonEmptyPath(),
+    help="Go on from there: PROMPT is the next turn, and it alone is read.",
 )
 @click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")
 @config_options
 @running_options
-@click.option("--output", metavar="FOLDER", type=Path, help="Write levels.png and figures.json there.")
+@click.option("--output", metavar="FOLDER", type=NonEmptyPath(), help="Write levels.png and figures.json there.")
 @json_option
 @quiet_option
 def command(**given: Any) -> None:

@@ -78,6 +78,17 @@ class Budget(Parsed):
             raise ValueError(str(error).removeprefix("=")) from error
 
 
+class NonEmptyPath(Parsed):
+    """Path of a file or a folder; an empty text, which stands for the current folder in `Path`, is refused."""
+
+    name = "PATH"
+
+    def parse(self, text: str) -> Path:
+        if not text:
+            raise ValueError("the path is empty; name it, or leave the option out.")
+        return Path(text)
+
+
 class PrecisionType(Parsed):
     """Bits of keys and values, such as K8V4."""
 

@@ -19,6 +19,7 @@ from .options import (
     Between,
     Budget,
     Bytes,
+    NonEmptyPath,
     chain,
     choice_of,
     config_for,
@@ -74,7 +75,10 @@ size_options = chain(
 @format_options
 @dtype_option
 @click.option(
-    "--plot", type=Path, metavar="FILE", help="Draw the predicted loss over bytes: png, svg or pdf, by the name."
+    "--plot",
+    type=NonEmptyPath(),
+    metavar="FILE",
+    help="Draw the predicted loss over bytes: png, svg or pdf, by the name.",
 )
 @json_option
 def command(**given: Any) -> None:

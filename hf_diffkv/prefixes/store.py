@@ -80,8 +80,8 @@ class PrefixStore:
         folder_bytes: limit of the files in the folder, including other models' files; None is unlimited.
 
     Raises:
-        ValueError: `model` is not a model, is tensor-parallel or has offloaded weights; a limit is negative; or
-            `folder_bytes` is given without `folder`.
+        ValueError: `model` is not a model, is tensor-parallel or has offloaded weights; a limit is negative; `folder`
+            is a file; or `folder_bytes` is given without `folder`.
         UnsupportedModelError: a `DiffKVCache` cannot work with the model.
     """
 

@@ -136,13 +136,21 @@ class FolderTier:
     Args:
         folder: path of the folder, which is made if missing.
         limit: total bytes of all prefixes' files in it, including other processes' files.
+
+    Raises:
+        ValueError: the folder, or one above it, is a file.
     """
 
     name = "disk"
 
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit = folder, limit
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(
+                f"folder={str(folder)!r} is, or is in, a file; name a folder, it is made if missing."
+            ) from error
         # each thread has its own lock
         self._lock = FileLock(folder / LOCK, timeout=LOCK_SECONDS)
 

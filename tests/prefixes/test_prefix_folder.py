@@ -208,6 +208,14 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_place_of_the_folder_is_refused(model: PreTrainedModel, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="^folder='.*' is, or is in, a file; name a folder"):
+        new_store(model, tmp_path / "file" / below)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_folder_of_another_model(model: PreTrainedModel, runs: list[Run], tmp_path: Path) -> None:
     """Other weights, configurations and dtypes: nothing is found, all that is there counts, and the oldest goes."""
     filled(model, tmp_path, runs)

@@ -295,3 +295,10 @@ def test_help_loads_no_pytorch() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and "AssertionError" not in result.stderr, result.stderr[-2000:]
+
+
+def test_an_unknown_task_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", "hf-diffkv", "--model_args", f"pretrained={TINY_LM}", "--tasks", "no_such_task"]
+    assert main(["lm-eval", *given]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--tasks: the harness has no no_such_task; `hf-diffkv lm-eval ls tasks` lists all." in last

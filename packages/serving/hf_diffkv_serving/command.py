@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 from dataclasses import fields, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from hf_diffkv.commands.options import (
     Budget,
     Bytes,
     ConfigChoice,
+    NonEmptyPath,
     chain,
     choice_of,
     config_before,
@@ -103,7 +103,9 @@ prefix_options = chain(
         type=Bytes(least=0),
         help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]",
     ),
-    click.option("--prefix-folder", metavar="FOLDER", type=Path, help="For prefixes that memory has no room for."),
+    click.option(
+        "--prefix-folder", metavar="FOLDER", type=NonEmptyPath(), help="For prefixes that memory has no room for."
+    ),
     click.option("--prefix-folder-bytes", type=Bytes(), help="Most bytes of its files.  [default: no limit]"),
 )
 
@@ -175,6 +177,10 @@ def _check(options: SimpleNamespace) -> None:
         )
     if options.prefix_folder_bytes is not None and options.prefix_folder is None:
         raise click.UsageError("--prefix-folder-bytes is of no effect without --prefix-folder.")
+    if options.prefix_folder is not None and options.prefix_folder.is_file():
+        raise click.UsageError(
+            f"--prefix-folder {options.prefix_folder} is a file; name a folder, it is made if missing."
+        )
     drawn = [name for name in SAMPLING if getattr(options, name) is not None]
     if options.replicas is not None and options.port == 0:
         raise click.UsageError("--replicas needs a --port that is the same on all machines, not 0.")

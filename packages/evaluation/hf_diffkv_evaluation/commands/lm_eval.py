@@ -20,6 +20,8 @@ USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose.
 
 Only tasks that generate are run with a compressed cache. All arguments: hf-diffkv lm-eval run --help
 """
+# beginning of the harness's error for unknown tasks
+NOT_FOUND = "Tasks not found: "
 FOLLOWS = "What follows is the harness's own help."
 MISSING = "The harness is not installed, so its own help is missing here: {}"
 
@@ -50,5 +52,13 @@ def command(arguments: tuple[str, ...]) -> None:
     before, sys.argv = sys.argv, ["lm-eval", *arguments]
     try:
         cli_evaluate()
+    except ValueError as error:
+        # the harness has no class of its own for it
+        if not str(error).startswith(NOT_FOUND):
+            raise
+        names = str(error).removeprefix(NOT_FOUND)
+        raise click.UsageError(
+            f"--tasks: the harness has no {names}; `hf-diffkv lm-eval ls tasks` lists all."
+        ) from error
     finally:
         sys.argv = before
