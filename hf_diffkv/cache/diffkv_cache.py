@@ -29,9 +29,10 @@ from .other_layers import (
     OtherStates,
     check_croppable,
     check_lengths,
-    empty_states,
+    empty_other_layers,
     ends_forwards,
     has_states,
+    let_go_of_prompt,
     stand_ins,
 )
 from .report import MemoryReport, in_short, memory_report
@@ -152,6 +153,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.stores.reach_other(layer_idx, layer)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        let_go_of_prompt(layer)
         # else the forward ends with its thread's next one, or once its thread is seen outside of it
         is_last = layer_idx == self._last_layer and not has_states(layer)
         self.stores.turns.layer_done(is_last, self.stores.awaited is not None)
@@ -387,7 +389,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
-        self._empty_other_layers()
+        empty_other_layers(self.layers)
         self.stores.clear()
         self.held_tokens.clear()
 
@@ -455,19 +457,10 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
                 and (tokens_to_remove < 0 or getattr(layer, "record_past", True))
             ):
                 layer.crop(tokens_to_remove)
+                let_go_of_prompt(layer)
         if seen and not self.get_seq_length():
-            self._empty_other_layers()
+            empty_other_layers(self.layers)
         self.held_tokens.crop(seen, -tokens_to_remove)
-
-    def _empty_other_layers(self) -> None:
-        for layer in self.layers:
-            if isinstance(layer, DynamicLayer):
-                # up to Transformers 5.17 these layers keep their old keys, as zeros in front of the new ones; emptied
-                # ones keep the size of their batch
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-            if has_states(layer):
-                empty_states(layer)
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .errors import stopped_halfway
 
@@ -156,7 +156,28 @@ def has_states(layer: Any) -> bool:
     return hasattr(layer, "conv_states")
 
 
-def empty_states(layer: Any) -> None:
+def let_go_of_prompt(layer: Any) -> None:
+    """Copies what a sliding window keeps of a prompt, whose whole keys and values it would hold until the next step."""
+    for name in ("keys", "values"):
+        kept = getattr(layer, name, None)
+        # a step leaves one token behind, which is not worth a copy
+        if isinstance(kept, Tensor) and kept.untyped_storage().nbytes() > 2 * kept.nbytes:
+            setattr(layer, name, kept.clone())
+
+
+def empty_other_layers(layers: Sequence[Any]) -> None:
+    """Empties Transformers' own layers of a cache after their `reset`."""
+    for layer in layers:
+        if isinstance(layer, DynamicLayer):
+            # up to Transformers 5.17 these layers keep their old keys, as zeros in front of the new ones; emptied
+            # ones keep the size of their batch
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        if has_states(layer):
+            _empty_states(layer)
+
+
+def _empty_states(layer: Any) -> None:
     """Drops linear-attention states; `reset` keeps their size, which depends on the batch and grows while recording."""
     empty = {"conv_states": None, "recurrent_states": None, "has_previous_state": False}
     empty |= {"is_conv_states_initialized": False, "is_recurrent_states_initialized": False}

@@ -155,6 +155,25 @@ def test_a_full_sliding_window_cannot_be_taken_back() -> None:
     assert torch.equal(run.feed(tokens(4, 1)), expected.feed(tokens(4, 1)))
 
 
+def test_a_sliding_window_holds_nothing_of_a_prompt_beside_it() -> None:
+    """Views of a whole prompt's keys and values would keep them, in every copy as well, and `memory` not count them."""
+
+    def check(cache: DiffKVCache) -> None:
+        tensors = [t for layer in cache.layers if hasattr(layer, "sliding_window") for t in vars(layer).values()]
+        storages = [t.untyped_storage() for t in tensors if torch.is_tensor(t)]
+        # a step leaves the storage of the token that it drops
+        token = 2 * 2 * 16 * 8
+        assert 0 < sum(storage.nbytes() for storage in storages) <= cache.memory().other_bytes + token
+
+    run = started(model_of("gemma2"), (300,))
+    for each in (run.cache, run.cache.fork(1)[0], copy.deepcopy(run.cache)):
+        check(each)
+    run.cache.activate_past_recording()
+    run.feed(tokens(1, 200))
+    run.cache.crop(0)
+    check(run.cache)
+
+
 def test_reset_ends_recording_in_every_layer() -> None:
     run = started(model_of("gemma2"), LENGTHS)
     run.cache.activate_past_recording()
