@@ -431,7 +431,9 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1:
             tokens_to_remove = tokens_to_remove.item()
         if not isinstance(tokens_to_remove, Integral) or tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove={tokens_to_remove!r} must be an integer: 0 or minus the tokens to go.")
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove!r} must be an integer, 0 or negative: minus the tokens to remove."
+            )
         self.check_handover()
         # with two tokenizers an assistant's text may change further back; it is given all of it again
         if self.usage.drafts and any(revocable(store) < -tokens_to_remove for store in self.stores.all):
