@@ -442,27 +442,27 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             check_croppable(layer, tokens_to_remove)
         seen = self.get_seq_length()
         recording = list(filter(is_recording, self.stores.all))
+        # until all layers agree, an error leaves the cache like this
+        self.stores.broken = True
         try:
             with self.stores.in_step():
                 commit_together(self.stores.all, -tokens_to_remove, self.stores.share_budget)
-        except MemoryError:
+        except (ValueError, MemoryError) as error:
             # other ranks may have stored their tokens already
-            self.stores.broken = self.stores.tensor_parallel.size > 1 or not all(map(is_recording, recording))
+            apart = isinstance(error, MemoryError) and self.stores.tensor_parallel.size > 1
+            self.stores.broken = apart or not all(map(is_recording, recording))
             raise
-        for layer_idx, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers):
             if isinstance(layer, DiffKVLayer):
                 layer.see(0 if layer.store is None else tokens_to_remove)
             # empty layers of Transformers' own cannot be cropped
-            elif (
-                seen
-                and layer_idx not in self.stand_ins
-                and (tokens_to_remove < 0 or getattr(layer, "record_past", True))
-            ):
+            elif seen and i not in self.stand_ins and (tokens_to_remove < 0 or getattr(layer, "record_past", True)):
                 layer.crop(tokens_to_remove)
                 let_go_of_prompt(layer)
         if seen and not self.get_seq_length():
             empty_other_layers(self.layers)
         self.held_tokens.crop(seen, -tokens_to_remove)
+        self.stores.broken = False
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")

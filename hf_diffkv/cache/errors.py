@@ -27,9 +27,10 @@ def forward_under_way() -> HandOverError:
 
 
 def stopped_halfway() -> HandOverError:
-    """Returns the error for layers that have seen different numbers of tokens."""
+    """Returns the error for a cache whose last forward or change did not end."""
     return HandOverError(
-        "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and start over."
+        "an earlier forward with this cache stopped halfway, or another change of it did, so what it holds is not "
+        "whole; call cache.reset() and start over."
     )
 
 

@@ -160,10 +160,13 @@ class DecodeStep:
         captured = self._captured
         for name, value in tensors.items():
             captured.buffers[name].copy_(value)
+        for store in stores:
+            store.unfinished += 1
         self._count(stores, inputs.get("attention_mask"))
         captured.graph.replay()
         for store in stores:
             store.compaction_due = False
+            store.unfinished -= 1
         self.replays += 1
         return _copied(captured.output)
 
@@ -265,6 +268,9 @@ class DecodeStep:
             return False
         finally:
             self.cache.stores.capturing = False
+            for store in stores:
+                # nothing has run on the device
+                store.unfinished = 0
         self._captured = _Captured(graph, buffers, output, captured)
         self.captures += 1
         return True

@@ -279,11 +279,14 @@ class DiffKVLayer(CacheLayerMixin):
         given, query = query.dtype, query.to(key.dtype)
         new = self._new_tokens(key, value, valid, mask)
         output = new.attend(query, softmax, last=not self.readers)
+        store.unfinished += 1
         if store.padding.length < self.seen:
             store.padding.append(tokens, valid)
         if self.readers:
             self.awaited, self.stores.awaited = AwaitedTokens(key.shape, new, self.readers), self.index
-        return output.to(given)
+        output = output.to(given)
+        store.unfinished -= 1
+        return output
 
     def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
         """Drops the tokens that the mask hides from now on, before the store's first layer attends.

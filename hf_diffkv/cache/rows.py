@@ -65,6 +65,8 @@ class ChosenRows:
             for store in self.stores.all:
                 self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
                 prepare_rows(store, index)
+        # until all have moved, an error leaves the cache like this
+        self.stores.broken = True
         for store in self.stores.all:
             move_rows(store, index)
         for layer in self.layers:
@@ -72,6 +74,7 @@ class ChosenRows:
             if not isinstance(layer, DiffKVLayer):
                 layer.reorder_cache(index)
         self.held_tokens.select(index, self.get_seq_length())
+        self.stores.broken = False
 
 
 def as_index(name: str, given: Any) -> Tensor:

@@ -95,7 +95,7 @@ class Stores:
         self.pending: int | None = None
         # the layer whose keys and values later layers have yet to read
         self.awaited: int | None = None
-        self.broken = False
+        self._broken = False
         # turns of forwards and of other users of the cache
         self.turns = ForwardTurns()
         # whether the cache also has layers of Transformers' own, and those before the first compressed one
@@ -390,19 +390,25 @@ class Stores:
                 "before using this cache again."
             )
 
+    @property
+    def broken(self) -> bool:
+        """Whether a forward, or a change between two, stopped halfway."""
+        return self._broken or any(store.unfinished for store in self.all)
+
+    @broken.setter
+    def broken(self, value: bool) -> None:
+        self._broken = value
+
     def check_usable(self) -> None:
         """Raises `HandOverError` after a forward that is known to have stopped halfway."""
         if self.broken or self.turns.halfway:
             raise stopped_halfway()
 
     def give_up(self, index: int, error: BaseException) -> None:
-        """Ends a forward in which a layer could not be given its tokens, and undoes it if this layer is its first one.
-
-        Otherwise the cache is marked as broken.
-        """
+        """Ends a forward that could not give a layer its tokens: undoes it in the first layer, else it is broken."""
         # work of other layers or ranks for this forward cannot be undone from here
         alone = self.tensor_parallel.size == 1 or not isinstance(error, MemoryError)
-        undone = self.starts_forward(index) and alone and self.earlier.set_back()
+        undone = self.starts_forward(index) and alone and not self.broken and self.earlier.set_back()
         self.broken |= not undone
         self.turns.end(undone)
 

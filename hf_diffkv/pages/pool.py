@@ -173,11 +173,11 @@ class PagePool:
     def _add_pages(self, count: int) -> None:
         # with a budget no memory is taken in advance
         self._reservation.commit((self.capacity + count) * self.page_bytes, ahead=self.max_pages is None)
-        first = self.capacity
-        self.capacity += count
+        first, capacity = self.capacity, self.capacity + count
         if first == NULL_PAGE:
             first, count = 1, count - 1
         self.free_list.extend(first, count)
+        self.capacity = capacity
 
 
 class FreeList:
@@ -225,16 +225,18 @@ class FreeList:
 
     def extend(self, first: int, count: int) -> None:
         """Adds the new pages [first, first + count) without reading the device."""
-        before, self.capacity = self.capacity, self.capacity + count
+        before, capacity = self.capacity, self.capacity + count
         start, free = self.state[START].clone(), self.state[FREE].clone()
-        order = torch.arange(self.capacity, device=self.ring.device)
+        order = torch.arange(capacity, device=self.ring.device)
         fresh = first + order - free
         ids = torch.where(order < free, self.ring[(start + order) % before], fresh) if before else fresh
-        if self.capacity > self.ring.numel():
-            self.ring = torch.empty(self.capacity, dtype=torch.int32, device=self.ring.device)
+        # all that may fail for lack of memory comes before the first change
+        ring = ids.to(torch.int32) if capacity > self.ring.numel() else self.ring
+        after = torch.stack([torch.zeros_like(free), free + count, torch.full_like(free, capacity)])
         # entries beyond the free pages are meaningless
-        self.ring[: self.capacity] = ids
-        self.state[START], self.state[FREE], self.state[CAPACITY] = 0, free + count, self.capacity
+        ring[:capacity] = ids
+        self.ring, self.capacity = ring, capacity
+        self.state.copy_(after)
 
     def take(self, need: Tensor) -> tuple[Tensor, Tensor]:
         """Takes `need[i]` pages for each row i.

@@ -146,11 +146,13 @@ def make_room(store: Store, pages: int, growth: Growth | None = None) -> None:
     high, low = held.below(*new_alphas).level.split([part.numel() for part in relative])
     keep, demoted = (high == HIGH_LEVEL, low != PRUNED_LEVEL), high == LOW_LEVEL
     nothing = no_tokens(store)
+    store.unfinished += 1
     rewrite_rows(store.ops, rows, stored, keep, demoted, (nothing, nothing))
     # in place, because captured steps read them there
     for alpha, tight in zip(alphas, new_alphas):
         alpha.copy_(tight)
     store.forget_bounds()
+    store.unfinished -= 1
 
 
 def _note(store: Store, strength: float) -> None:

@@ -16,8 +16,11 @@ from .state import Store
 def settle(store: Store) -> None:
     """Runs the compaction of the last step if it is still pending."""
     if store.compaction_due:
-        compact(store)
+        # a second run would compact what the first has changed
         store.compaction_due = False
+        store.unfinished += 1
+        compact(store)
+        store.unfinished -= 1
 
 
 def compact(store: Store) -> None:

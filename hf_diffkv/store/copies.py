@@ -43,6 +43,7 @@ def move_rows(store: Store, index: Tensor) -> None:
     """Reorders the batch as `select_rows` does, after `prepare_rows` with the same `index`."""
     index = index.to(store.device)
     given, chosen, duplicate = _moves(store, index)
+    store.unfinished += 1
     store.pool.free_list.give(given)
     source = chosen[duplicate].long()
     _, fresh = store.pool.free_list.take(torch.tensor([source.numel()], device=store.device))
@@ -55,6 +56,7 @@ def move_rows(store: Store, index: Tensor) -> None:
     store.padding.select(index)
     store.batch_size = index.numel()
     store.forget_bounds()
+    store.unfinished -= 1
 
 
 def prepare_rows(store: Store, index: Tensor) -> None:
@@ -98,6 +100,7 @@ def drop_unused_layers(store: Store, used: int) -> None:
     if used == store.num_layers:
         return
     make_private(store)
+    store.unfinished += 1
     for name in (*ROW_STATE, "layer_index"):
         setattr(store, name, getattr(store, name)[:used].clone())
     store.table.table = store.table.table[:used].clone()
@@ -106,3 +109,4 @@ def drop_unused_layers(store: Store, used: int) -> None:
     store.num_layers = used
     store.layers = store.layers[:used]
     store.forget_bounds()
+    store.unfinished -= 1

@@ -45,21 +45,27 @@ class StepAttention:
         bounds = store.bounds(layer)
         scratch = prepare_scratch(store, query[:, :, 0], bounds.max_tokens)
         options = {"bounds": bounds, "scratch": scratch, "valid": self._valid}
+        store.unfinished += 1
         if last and self._held is None:
             options |= {"rotation": store.rotation, "limit": store.value_limit}
-            return store.ops.append_and_attend(query, self._key, self._value, store.rows(layer), softmax, **options)
+            output = store.ops.append_and_attend(query, self._key, self._value, store.rows(layer), softmax, **options)
+            store.unfinished -= 1
+            return output
         self.append()
         self._held.last = last
         query = query_form(store, query)[:, :, 0]
         output = store.ops.decode_attention(query, store.rows(layer), softmax, held=self._held, **options)
         # heads are passed as tokens: tiles of one token each would read the matrix once per tile
-        return model_form(store, output[None])[0][:, :, None]
+        output = model_form(store, output[None])[0][:, :, None]
+        store.unfinished -= 1
+        return output
 
     def append(self) -> None:
         """Stores the token now, unless it is stored; else the first `attend` stores it."""
         if self._held is not None:
             return
         store, layer, rotation = self._store, self._layer, self._store.rotation
+        store.unfinished += 1
         rows, options = store.rows(layer), {"limit": store.value_limit, "valid": self._valid}
         if rotation is None:
             key, value = stored_form(store, layer, self._key, self._value)
@@ -67,6 +73,7 @@ class StepAttention:
         else:
             store.ops.append_rotated(rows, self._key[:, :, 0], self._value[:, :, 0], None, rotation, **options)
         self._held = SharedAttention()
+        store.unfinished -= 1
 
 
 def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:

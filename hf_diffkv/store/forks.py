@@ -45,15 +45,16 @@ def make_private(store: Store) -> None:
     if store.twins is None:
         return
     if len(store.twins) > 1:
+        # all copies before the first change, as each may fail
         pool, table = store.private_pages()
-        store.pool.release(store.owned_pages())
-        store.pool, store.table = pool, table
-        for name in (*ROW_STATE, "flag", "invalid", "changed_past"):
-            setattr(store, name, getattr(store, name).clone())
-        store.padding = store.padding.copy()
-        store.lowering.moments = None if store.lowering.moments is None else store.lowering.moments.clone()
-        store.recorded = list(store.recorded)
-        store.scratch = None
+        own = {name: getattr(store, name).clone() for name in (*ROW_STATE, "flag", "invalid", "changed_past")}
+        own |= {"pool": pool, "table": table, "padding": store.padding.copy(), "recorded": list(store.recorded)}
+        moments = None if store.lowering.moments is None else store.lowering.moments.clone()
+        store.unfinished += 1
+        store.finalizer()
+        vars(store).update(own, scratch=None)
+        store.lowering.moments = moments
+        store.unfinished -= 1
     store.twins.discard(store)
     store.twins = None
     store.finalizer.detach()

@@ -27,6 +27,7 @@ def hide_tokens(store: Store, shown: Tensor) -> None:
         shown: mask of the tokens to keep, bool [batch, past], a subset of the real tokens; includes recorded tokens.
     """
     make_private(store)
+    store.unfinished += 1
     real = store.padding.mask()
     recorded = max((r.tokens for r in store.recorded if r is not None), default=0)
     stored = real.shape[1] - recorded
@@ -37,6 +38,7 @@ def hide_tokens(store: Store, shown: Tensor) -> None:
     _hide_in_windows(store, moved)
     store.padding.replace(shown)
     store.forget_bounds()
+    store.unfinished -= 1
 
 
 def _new_indices(real: Tensor, shown: Tensor) -> Tensor:

@@ -130,11 +130,15 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
             f"{least - room + unusable} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
             "sequences, or give until_full=None, which prunes tokens instead."
         )
+    for store in stores:
+        store.unfinished += 1
     for part, rungs in zip(parts, chosen):
         if part.lowers(rungs):
             part.store.lowering.tokens += int((part.held * (rungs - part.demand.now)).sum())
             lower_to(part.store, rungs)
     _share_pages(parts, chosen, spare)
+    for store in stores:
+        store.unfinished -= 1
     if any(map(Part.lowers, parts, chosen)):
         _tell(stores)
     return chosen

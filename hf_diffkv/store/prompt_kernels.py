@@ -48,7 +48,9 @@ def store_by_kernels(
     # a layer's first attention, which comes after the plan, tells whether it is centred
     centers = forward.centers[layer] and layer not in store.uncentered
     placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
+    store.unfinished += 1
     store_prompt(store.rows(layer), tokens, placement, forward.longest[layer], received)
+    store.unfinished -= 1
     store.forget_bounds()
     return True
 

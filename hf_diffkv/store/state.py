@@ -191,6 +191,8 @@ class Store:
         self.lowering = LoweringState(config.precise is not None)
         self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False
+        # changes that have begun and not ended, so that what is stored cannot be told; an error leaves them counted
+        self.unfinished = 0
         self.scratch: Scratch | None = None
         # record of prompt_kernels.py for the current forward of several tokens
         self.forward: Any = None

@@ -1,0 +1,147 @@
+"""Errors and interrupts at any place: the cache is as it was, or refuses further use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from runs import Run, assert_equal_contents, model_of, started, tokens
+
+from hf_diffkv import DiffKVConfig
+from hf_diffkv.cache import held_tokens, rows
+from hf_diffkv.cache.errors import HandOverError
+from hf_diffkv.pages import pool
+from hf_diffkv.store import compaction, prompt, state
+
+CONFIG = DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16)
+LENGTHS = (50, 30)
+
+
+class Failure(RuntimeError):
+    """What PyTorch raises, for example when a device is out of memory."""
+
+
+def begun() -> Run:
+    run = started(model_of(), LENGTHS, CONFIG)
+    run.steps(tokens(2, 20))
+    return run
+
+
+def recorded() -> Run:
+    run = begun()
+    run.cache.activate_past_recording()
+    run.feed(tokens(2, 5))
+    return run
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, does_it: bool) -> Callable[[], None]:
+    """Makes a function fail from now on, before or after its work; returns what ends this."""
+    whole = getattr(holder, name)
+
+    def fail(*args: Any, **options: Any) -> None:
+        if does_it:
+            whole(*args, **options)
+        raise Failure
+
+    monkeypatch.setattr(holder, name, fail)
+    return lambda: monkeypatch.setattr(holder, name, whole)
+
+
+def chunk(run: Run) -> None:
+    run.feed(tokens(2, 9, 5))
+
+
+def step(run: Run) -> None:
+    run.feed(tokens(2, 1, 5))
+
+
+def reorder(run: Run) -> None:
+    run.cache.reorder_cache(torch.tensor([1, 0]))
+
+
+HALFWAY = {
+    "compaction": (begun, step, compaction, "compact", True),
+    "compaction before a report": (begun, lambda run: run.cache.memory(), compaction, "compact", True),
+    "window of a chunk": (begun, chunk, prompt, "_fill_window", False),
+    "pages of a chunk": (begun, chunk, prompt, "rewrite_rows", True),
+    "padding of a chunk": (begun, chunk, state.Padding, "append", False),
+    "padding of a step": (begun, step, state.Padding, "append", False),
+    "one of two stores": (begun, reorder, rows, "move_rows", True),
+    "ids of a reordered cache": (begun, reorder, held_tokens.HeldTokens, "select", False),
+    "ids of a cropped cache": (recorded, lambda run: run.crop(2), held_tokens.HeldTokens, "crop", False),
+    "tokens that a crop keeps": (recorded, lambda run: run.crop(2), prompt, "_fill_window", False),
+}
+
+
+@pytest.mark.parametrize("case", HALFWAY)
+def test_what_stopped_halfway_is_refused_until_reset(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, change, *place = HALFWAY[case]
+    run = begin()
+    end = failing(monkeypatch, *place)
+    with pytest.raises(Failure):
+        change(run)
+    end()
+    for use in (step, chunk, reorder, lambda run: run.cache.levels(0), lambda run: run.cache.fork(1)):
+        with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
+            use(run)
+    with pytest.raises(HandOverError, match="stopped halfway"):
+        step(run.on(copy.deepcopy(run.cache)))
+    run.cache.reset()
+    again = started(run.model, LENGTHS, cache=run.cache)
+    again.steps(tokens(2, 20))
+    assert_equal_contents(again.cache, begun().cache)
+
+
+UNDONE = {
+    "levels of a chunk": (chunk, prompt, "decide_levels"),
+    "window of a chunk": (chunk, prompt, "_exact_tokens"),
+    "attention of a chunk": (chunk, prompt, "attend_beside"),
+}
+
+
+@pytest.mark.parametrize("case", UNDONE)
+def test_what_fails_before_pages_change_is_undone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, *place = UNDONE[case]
+    run, expected = begun(), begun()
+    end = failing(monkeypatch, *place, True)
+    with pytest.raises(Failure):
+        change(run)
+    end()
+    assert_equal_contents(run.cache, expected.cache)
+    for use in (step, chunk, step):
+        use(run)
+        use(expected)
+    assert_equal_contents(run.cache, expected.cache)
+
+
+def test_a_fork_that_gets_no_memory_leaves_its_twin_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, expected = begun(), begun()
+    fork = run.on(run.cache.fork(1)[0])
+    for _ in range(2):
+        end = failing(monkeypatch, state.Padding, "copy", True)
+        with pytest.raises(Failure):
+            step(fork)
+        end()
+        for each in (run, fork):
+            each.cache.check_integrity()
+    del fork
+    step(run)
+    step(expected)
+    assert_equal_contents(run.cache, expected.cache)
+
+
+def test_a_pool_whose_free_list_gets_no_memory_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = pool.PagePool(64, torch.device("cpu"))
+    pages.ensure_free(5)
+    taken = pages.free_list.take(torch.tensor([3]))[1]
+    before = (pages.capacity, pages.free_list.capacity, pages.free_list.ids().tolist())
+    end = failing(monkeypatch, torch, "where", True)
+    with pytest.raises(Failure):
+        pages.ensure_free(9)
+    end()
+    assert before == (pages.capacity, pages.free_list.capacity, pages.free_list.ids().tolist())
+    pages.ensure_free(9)
+    assert sorted([*taken.tolist(), *pages.free_list.ids().tolist()]) == list(range(1, pages.capacity))
