@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     state = PartialState(cpu=options.cpu)
     prompts = read_prompts(options.prompts)
+    if state.is_main_process:
+        check_output(options.output)
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").to(state.device).eval()
 
@@ -77,7 +79,8 @@ def positive(text: str) -> int:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, empty lines left out; exits with a message where there are none."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # by line feeds alone: `splitlines` also splits at characters that a text may hold, such as U+2028
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except OSError as error:
         sys.exit(f"cannot read --prompts {path}: {error.strerror}.")
@@ -86,6 +89,14 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         sys.exit(f"--prompts {path} has no prompts.")
     return prompts
+
+
+def check_output(path: Path) -> None:
+    """Exits with a message if the answers could not be written, before any are computed."""
+    if path.is_dir():
+        sys.exit(f"--output {path} is a folder; name a file.")
+    if not path.parent.is_dir():
+        sys.exit(f"--output {path}: there is no folder {path.parent}; make it first.")
 
 
 @torch.no_grad()
@@ -97,7 +108,7 @@ def generate(
         tokenizer.pad_token = tokenizer.eos_token
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1).to(model.device)
     fields = {name: getattr(options, name) for name in ("alpha_high", "alpha_low", "max_bytes")}
-    cache = DiffKVCache(model.config, **{name: value for name, value in fields.items() if value is not None})
+    cache = DiffKVCache(model, **{name: value for name, value in fields.items() if value is not None})
     output = model.generate(**inputs, cache=cache, max_new_tokens=options.max_new_tokens, do_sample=False).cpu()
     new = output[:, inputs.input_ids.shape[1] :]
     memory = cache.memory()
@@ -105,12 +116,18 @@ def generate(
         {
             "prompt": prompt,
             "text": tokenizer.decode(ids, skip_special_tokens=True),
-            "tokens": len(ids),
+            "tokens": length(ids, model.generation_config.eos_token_id),
             "cache_bytes": memory.bytes // len(prompts),
             "dense_bytes": memory.dense_bytes // len(prompts),
         }
         for prompt, ids in zip(prompts, new)
     ]
+
+
+def length(ids: torch.Tensor, ends: int | list[int] | None) -> int:
+    """Number of tokens up to the first end token; an answer that ends before others of its batch is filled up."""
+    ended = torch.isin(ids, torch.tensor(ends if ends is not None else [], dtype=ids.dtype)).nonzero()
+    return int(ended[0]) + 1 if len(ended) else len(ids)
 
 
 def table(answers: list[dict[str, Any]], processes: int) -> str:

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from launch import ROOT, launch, torchrun
+from transformers import AutoTokenizer
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
 
 SCRIPT = ROOT / "examples" / "distributed_generate.py"
 TEXT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().strip()
@@ -81,3 +84,47 @@ def test_files_without_prompts(content: str, words: str, tmp_path: Path) -> None
     path.write_text(content)
     with pytest.raises(SystemExit, match=words):
         runpy.run_path(str(SCRIPT))["main"](list(map(str, arguments(path, tmp_path / "answers.jsonl"))))
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a")
+    run = runpy.run_path(str(SCRIPT))["main"]
+    monkeypatch.setitem(run.__globals__, "generate", lambda *arguments: pytest.fail("answers were computed"))
+    for output, words in ((tmp_path, "is a folder"), (tmp_path / "none" / "a.jsonl", "there is no folder")):
+        with pytest.raises(SystemExit, match=words):
+            run(list(map(str, arguments(path, output))))
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+def test_only_line_feeds_end_a_prompt(name: str, tmp_path: Path) -> None:
+    prompts = ["one\u2028line", "two\x0c"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) if name.endswith("l") else text for text in prompts]
+    path = tmp_path / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert runpy.run_path(str(SCRIPT))["read_prompts"](path) == prompts
+
+
+def test_tokens_and_bytes_are_those_of_answers_and_measured_heads(smollm2: Path, tmp_path: Path) -> None:
+    """The answers of a batch end at different lengths, and the cache is that of the model by default."""
+    chats = [
+        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("Say yes.", "Describe the sea.")
+    ]
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    run = runpy.run_path(str(SCRIPT))["main"]
+    given: list[DiffKVConfig] = []
+
+    def new_cache(model: Any, **fields: Any) -> DiffKVCache:
+        cache = DiffKVCache(model, **fields)
+        given.append(cache.config)
+        return cache
+
+    run.__globals__["DiffKVCache"] = new_cache
+    run(["--model", str(smollm2), "--prompts", str(path), "--output", str(output), "--max-new-tokens", "24", "--cpu"])
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    short, long = read(output)
+    assert short["tokens"] == len(tokenizer(short["text"]).input_ids) + 1 < 24
+    assert long["tokens"] == len(tokenizer(long["text"]).input_ids) == 24
+    (config,) = given
+    assert config.head_precisions is not None
