@@ -214,7 +214,11 @@ STATEFUL = Feature(
 )
 BATCHING_BY_NAME = Feature(
     'continuous batching does not take cache_implementation="diffkv"; leave it out',
-    names_of(_GENERATION_MIXIN, init_continuous_batching="generation_config ..."),
+    names_of(
+        _GENERATION_MIXIN,
+        init_continuous_batching="generation_config ...",
+        generate_batch="inputs generation_config ...",
+    ),
 )
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from transformers.generation.utils import GenerationMixin
 
-from ..compat import BATCHING_BY_NAME, Wrapped, is_paused_here, kept_manager
+from ..compat import BATCHING_BY_NAME, CACHE_NAMES, Wrapped, is_paused_here, kept_manager, passed
 from ..extras import beside
 from ..import_hook import NAME
+from .diffkv_cache import DiffKVCache
 from .errors import ModelInUseError
 from .switching import needs_diffkv
 
@@ -23,9 +24,10 @@ _made: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDic
 
 
 def register() -> None:
-    """Wraps the method that makes managers. A second call does nothing."""
+    """Wraps the method that makes managers and the one that runs a batch. A second call does nothing."""
     if not _wrapped.originals and BATCHING_BY_NAME.available():
         _wrapped.wrap(GenerationMixin, "init_continuous_batching", _wrap)
+        _wrapped.wrap(GenerationMixin, "generate_batch", _wrap_batch)
 
 
 def unregister() -> None:
@@ -74,3 +76,30 @@ def _wrap(original: Callable) -> Callable:
         return manager
 
     return init
+
+
+def _wrap_batch(original: Callable) -> Callable:
+    def generate_batch(self: Any, inputs: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if _wrapped.originals:
+            chosen = self.generation_config if generation_config is None else generation_config
+            _check_keywords(chosen, kwargs)
+        return original(self, inputs, generation_config, *args, **kwargs)
+
+    return generate_batch
+
+
+def _check_keywords(chosen: Any, keywords: dict[str, Any]) -> None:
+    """Raises `ValueError` for keywords that ask for a `DiffKVCache`, all of which `generate_batch` drops unread."""
+    if isinstance(passed(keywords), DiffKVCache):
+        name = next(name for name in CACHE_NAMES if isinstance(keywords.get(name), DiffKVCache))
+        raise ValueError(
+            f"generate_batch() takes no cache, and would ignore {name}=; leave it out, and pass "
+            "generation_config=GenerationConfig(cache_implementation='diffkv', ...)."
+        )
+    options = ("cache_implementation", "cache_config")
+    unread = [name for name in options if keywords.get(name) not in (None, getattr(chosen, name, None))]
+    if unread and NAME in (keywords.get(options[0]), getattr(chosen, options[0], None)):
+        raise ValueError(
+            f"generate_batch() ignores {' and '.join(unread)} as keywords; pass "
+            "generation_config=GenerationConfig(cache_implementation='diffkv', cache_config=...)."
+        )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_bad_input import contents, generate, raises
 from tiny_models import tiny_model
-from transformers import BatchEncoding
+from transformers import BatchEncoding, GenerationConfig
 
 from hf_diffkv import (
     DiffKVCache,
@@ -31,6 +31,12 @@ from hf_diffkv import (
 from hf_diffkv.compat import passing
 
 ROWS = torch.tensor([0, 5])
+
+
+def batch(model: Any, *options: Any, **keywords: Any) -> Any:
+    return model.generate_batch([[1, 2]], *options, max_new_tokens=2, **keywords)
+
+
 # a call of a model, a cache that holds two sequences, a folder and a file; what the message has to say
 CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "no model": (lambda to: DiffKVCache(None), ("model_config is a NoneType", "DiffKVCache(model)")),
@@ -205,6 +211,18 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "prompt that is another": (
         lambda to: to.model.generate(to.ids.flip(1).repeat(1, 3), **passing(to.cache)),
         ("part at position 0", "reset()"),
+    ),
+    "name for a batch": (
+        lambda to: batch(to.model, cache_implementation="diffkv", cache_config={"window": 8}),
+        ("ignores cache_implementation and cache_config", "GenerationConfig(cache_implementation='diffkv'"),
+    ),
+    "fields beside a configuration of a batch": (
+        lambda to: batch(to.model, GenerationConfig(cache_implementation="diffkv"), cache_config="small"),
+        ("ignores cache_config as", "GenerationConfig("),
+    ),
+    "cache for a batch": (
+        lambda to: batch(to.model, **passing(to.cache)),
+        ("takes no cache", "GenerationConfig(cache_implementation='diffkv'"),
     ),
     "store of a name": (lambda to: PrefixStore("gpt2"), ("model is a str", "the model itself")),
     "store with an unknown preset": (lambda to: PrefixStore(to.model, "large"), ("'large'", "choose one of")),
