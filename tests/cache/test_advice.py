@@ -68,15 +68,20 @@ def test_a_cache_in_use() -> None:
         assert torch.equal(generate(model, said[0], **passing(fork)), generate(model, said[0]))
 
 
-@pytest.mark.parametrize("options", [{"num_return_sequences": 3, "num_beams": 3}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"num_return_sequences": 3, "num_beams": 3}, {"num_beams": 3}, {}], ids=str)
 def test_more_sequences_than_a_cache_holds(options: dict[str, Any]) -> None:
+    """A call repeats the cache for its beams, and names the method that does so for further prompts."""
     model = tiny_model("llama")
     cache = DiffKVCache(model.config, LOSSLESS)
     text = generate(model, **passing(cache))
+    more = text.repeat(3, 1)
     with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        generate(model, text, **options, **passing(cache))
-    cache.batch_repeat_interleave(3)
+        generate(model, more, **options, **passing(cache))
+    if not options:
+        cache.batch_repeat_interleave(3)
+        text = more
     assert torch.equal(generate(model, text, **options, **passing(cache)), generate(model, text, **options))
+    assert cache.rows() == 3
 
 
 def test_embeddings_that_do_not_continue_a_cache() -> None:
