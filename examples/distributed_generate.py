@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 
 TINY_LM = Path(__file__).parent / "models" / "tiny-lm"
 
@@ -109,7 +110,7 @@ def generate(
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1).to(model.device)
     fields = {name: getattr(options, name) for name in ("alpha_high", "alpha_low", "max_bytes")}
     cache = DiffKVCache(model, **{name: value for name, value in fields.items() if value is not None})
-    output = model.generate(**inputs, cache=cache, max_new_tokens=options.max_new_tokens, do_sample=False).cpu()
+    output = model.generate(**inputs, **passing(cache), max_new_tokens=options.max_new_tokens, do_sample=False).cpu()
     new = output[:, inputs.input_ids.shape[1] :]
     memory = cache.memory()
     return [

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_diffkv
+from hf_diffkv.compat import passing
 from hf_diffkv.pages import HIGH_LEVEL, PRUNED_LEVEL
 from hf_diffkv.policy import ForwardRows, Levels, Policy, StepRows, Tokens, register_policy
 from hf_diffkv.policy.base import option
@@ -52,7 +53,7 @@ def main() -> None:
     cache = hf_diffkv.DiffKVCache(
         model.config, policy="first_tokens", policy_options={"first": 8}, sinks=0, high="K8V8", low="K8V8"
     )
-    output = model.generate(**inputs, cache=cache, max_new_tokens=20, do_sample=False)
+    output = model.generate(**inputs, **passing(cache), max_new_tokens=20, do_sample=False)
     print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]), cache.memory(), sep="\n")
 
 
