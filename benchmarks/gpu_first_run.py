@@ -51,7 +51,7 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "tests": Part(400, None, ("kernels prompts models latents graphs captures", "memory")),
+    "tests": Part(400, None, ("kernels prompts models latents graphs captures families generate batching", "memory")),
     "attention": Part(210, "attention_gpu", ("--quick", "--models", "llama-3-8b")),
     "budget": Part(280, "decode_gpu", ("--parts", "budget", "--caches", *CACHES)),
     "first-token": Part(180, "ttft_gpu"),
