@@ -20,6 +20,7 @@ from ..ops.prefill_attention.reference import dense_tokens
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
 from ..pages import EarlierTokens
+from .lowering import make_room_for_prompt
 from .prompt import StoredPast, compress
 from .state import Store
 from .transform import NewPrompt, model_form, model_keys
@@ -41,6 +42,7 @@ class ExpandedAttention:
 
     Raises:
         ValueError: keys or values are not finite.
+        MemoryError: the tokens do not fit into `max_bytes` with `until_full`; nothing has changed.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class ExpandedAttention:
     ) -> None:
         self._store, self._layer, self._expand, self._mask = store, layer, expand, mask
         self._new = NewPrompt.checked(store, layer, rope, latent, valid)
+        if store.lowering.active:
+            make_room_for_prompt(store, latent.shape[2], valid)
         self._dense = rope, latent
 
     def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:

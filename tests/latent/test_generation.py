@@ -237,6 +237,36 @@ def test_chosen_precisions(model: PreTrainedModel) -> None:
         DiffKVConfig.for_model(large, target_ratio=0.1)
 
 
+def test_prompts_fill_a_budget_until_all_is_final(model: PreTrainedModel, turns: int = 6) -> None:
+    """Prompts lower rows only as far as they must, and the first that does not fit changes nothing."""
+    model.set_attn_implementation("diffkv")
+    fields = {"window": 8, "page_bytes": 512}
+    ids = torch.randint(3, 100, (4, 150 * turns), generator=torch.Generator().manual_seed(6))
+    held = {}
+    for name in ("K8V8", "K8V4"):
+        cache = DiffKVCache(model, high=name, low=name, **fields)
+        with torch.no_grad():
+            model(ids, **passing(cache))
+        held[name] = cache.memory().compressed_bytes
+    # a page per row and turn is only begun, and the pool keeps a part of the budget free
+    for max_bytes, final in ((2 * held["K8V8"], False), (1.1 * held["K8V4"], True)):
+        cache = DiffKVCache(model, high="K8V4", low="K8V4", max_bytes=int(max_bytes), until_full="K8V8", **fields)
+        precise = []
+        with torch.no_grad():
+            for turn in ids.split(150, dim=1):
+                model(turn, **passing(cache))
+                cache.check_integrity()
+                precise.append(int(sum((~store.low_heads).sum() for store in cache.stores.all)))
+                assert cache.memory().compressed_bytes <= max_bytes
+        assert precise == sorted(precise, reverse=True)
+        assert (len(set(precise)) > 2) == final == (cache.memory().lowered > 0)
+    before, seen = [part for layer in cache.layers for part in (layer.keys, layer.values)], cache.get_seq_length()
+    with pytest.raises(MemoryError, match="with all tokens at K8V4.*until_full=None"), torch.no_grad():
+        model(ids, **passing(cache))
+    assert cache.get_seq_length() == seen
+    assert all(map(torch.equal, before, [part for layer in cache.layers for part in (layer.keys, layer.values)]))
+
+
 def test_code_that_expands_otherwise_is_refused() -> None:
     """A model whose classes have no `expand_kv`, as code from the Hub may be, is refused when the cache is made."""
 
