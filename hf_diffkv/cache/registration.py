@@ -138,8 +138,17 @@ def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> No
         )
 
 
-def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for prompts that end with padding, from which the next token would be predicted."""
+def _check_inputs(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for prompts from which Transformers would compute something else.
+
+    These are prompts that end with padding, from which the next token would be predicted, and embeddings to be computed
+    in chunks, of which Transformers cuts the ids alone.
+    """
+    if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            f"prefill_chunk_size={generation_config.prefill_chunk_size} cannot be used with inputs_embeds, which "
+            "Transformers does not cut into chunks; leave it out, or pass input_ids."
+        )
     mask = model_kwargs.get("attention_mask")
     # an assistant model is given no mask, and generated text may well end with the padding id
     if mask is None or mask.ndim != 2 or getattr(generation_config, "is_assistant", False):
@@ -173,15 +182,6 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
             f"the cache holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
             "whole text, earlier tokens included (or the new tokens and an attention_mask for all); for another "
             "prompt use a new DiffKVCache, or call reset()."
-        )
-
-
-def _check_chunks(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for embeddings to be computed in chunks, of which Transformers cuts the ids alone."""
-    if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError(
-            f"prefill_chunk_size={generation_config.prefill_chunk_size} cannot be used with inputs_embeds, which "
-            "Transformers does not cut into chunks; leave it out, or pass input_ids."
         )
 
 
@@ -230,8 +230,7 @@ def _wrap(original: Callable) -> Callable:
             if generation_config.cache_implementation not in (None, NAME):
                 # the original raises an error for a cache together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
-            _check_padding(generation_config, model_kwargs)
-            _check_chunks(generation_config, model_kwargs)
+            _check_inputs(generation_config, model_kwargs)
             check_no_manager(self)
             check_model_config(self.config)
             cache.check_layers(self)
@@ -247,8 +246,7 @@ def _wrap(original: Callable) -> Callable:
                 check_no_manager(self)
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
-            _check_padding(generation_config, model_kwargs)
-            _check_chunks(generation_config, model_kwargs)
+            _check_inputs(generation_config, model_kwargs)
             check_no_manager(self)
             made = DiffKVCache(self, **cache_fields(generation_config.cache_config))
             ensure_attention(self)
