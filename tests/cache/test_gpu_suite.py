@@ -86,6 +86,31 @@ def test_prefixes(load, tmp_path: Path) -> None:
     load("test_models_on_gpu").test_prefixes_from_every_tier(CPU, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "module, name, arguments",
+    [
+        *(("families", "test_lossless_text_is_that_of_a_dense_cache", (name,)) for name in ("gemma2", "qwen3_next")),
+        ("families", "test_compressed_logits_are_those_of_the_cpu", ("gpt_oss",)),
+        ("families", "test_prompts_in_16_bits_are_as_exact_as_of_a_dense_cache", ("gemma3_text", torch.bfloat16)),
+        ("generate", "test_every_mode_gives_the_text_of_a_dense_cache", ("several beams", 3)),
+        ("generate", "test_an_assistant_drafts", ()),
+        *(("generate", "test_budgets_are_kept", (kind, 300, 30)) for kind in ("heads", "latents")),
+        ("generate", "test_infinite_prompts_are_refused", ("key", "K8V4")),
+        ("batching", "test_lossless_requests", ("gemma3_text", False)),
+        ("batching", "test_compressed_requests", ()),
+        ("batching", "test_budgets_and_preemption", ()),
+        ("batching", "test_requests_until_full", ()),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_families_modes_and_batches(load, module: str, name: str, arguments: tuple) -> None:
+    getattr(load(f"test_{module}_on_gpu"), name)(CPU, *arguments)
+
+
+def test_caches_that_leave_the_device(load, tmp_path: Path) -> None:
+    load("test_generate_on_gpu").test_caches_that_leave_the_device(CPU, tmp_path)
+
+
 @pytest.fixture
 def captured(load, recorded, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Captures are recorded, so what is compiled is compiled to the same operations."""
