@@ -82,12 +82,12 @@ def measure(session: Session, model: PreTrainedModel, name: str, texts: Tensor) 
         print(label, *(f"{key} {value:.5f}" for key, value in figures.items()), flush=True)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, "trained_gpu")
     options.add_argument("--model", required=True, help="folder or name of a trained model")
     options.add_argument("--label", help="name of the model in the results (default: that of its folder)")
     options.add_argument("--documents", type=int, default=6)
-    args = options.parse_args()
+    args = options.parse_args(arguments)
     session = Session(args)
     model = load_model(args.model, dtype="bfloat16").to(session.device)
     texts = documents(AutoTokenizer.from_pretrained(args.model), args.documents, LENGTH + MORE + STEPS)

@@ -13,6 +13,7 @@ from transformers import StaticCache
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.compat import passing
+from hf_diffkv.running.models import TINY_LM
 
 
 def run(module: ModuleType, output: Path, *more: str) -> list[dict]:
@@ -246,3 +247,24 @@ def test_nothing_starts_without_time(script, tmp_path: Path, capsys: pytest.Capt
     )
     assert "skipped, out of time" in capsys.readouterr().out
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_serving(script, tmp_path: Path) -> None:
+    """Both engines answer all requests within the same bytes."""
+    module = script("serving_gpu")
+    rows = run(module, tmp_path / "serving_gpu.jsonl", "--requests", "8", "--cache-bytes", "1e6")
+    assert [row["cache"] for row in rows] == list(module.NAMES[:2])
+    assert all(0 < row["bytes"] <= 1_000_000 and row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_losses_of_a_trained_model(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("trained_gpu")
+    for name, tokens in (("LENGTH", 300), ("MORE", 20), ("STEPS", 6)):
+        monkeypatch.setattr(module, name, tokens)
+    rows = run(module, tmp_path / "trained_gpu.jsonl", "--model", str(TINY_LM), "--documents", "1")
+    found = {row["cache"].removeprefix("DiffKV "): row for row in rows}
+    assert set(found) == {"DynamicCache, eager", *module.PRESETS}
+    # bfloat16 rounds more than lossless storage changes
+    assert found["lossless"]["kl_steps"] < 0.001 < found["small"]["kl_steps"] < 1
+    sizes = [found[name]["share_of_bytes"] for name in ("lossless", "quality", "balanced", "small")]
+    assert sizes == sorted(sizes, reverse=True)
