@@ -28,8 +28,9 @@ from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
 from .precision import Precision
 from .store import Store
+from .store.faults import GROWTH_PART
 from .store.lowering_state import precisions_of
-from .store.state import GROWTH_PART, PAGE_ENTRIES
+from .store.state import PAGE_ENTRIES
 
 INT = 4
 # float32 thresholds and int32 counts of two levels, for each layer, request and head

@@ -256,7 +256,7 @@ def _wrap(original: Callable) -> Callable:
         if generation_config.output_attentions:
             warnings.warn(
                 "a DiffKVCache gives no attention weights, so `attentions` stays empty; cache.significance(layer_idx) "
-                "has what each token received.",
+                'has what each token received if levels depend on it, as with DiffKVConfig(low="K4V2").',
                 stacklevel=3,
             )
         call = current_call(self)

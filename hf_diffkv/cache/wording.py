@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# separates the two precisions of a head that chooses levels, as in K8V4/K4V2
-EITHER = "/"
+from ..precision import PRECISION_NAME, Precision
 
 # a layer's report and the index of one of its heads
 Head = tuple[Any, int]
@@ -20,7 +18,7 @@ def chosen_heads(layers: Sequence[Any]) -> list[Head]:
         layers: one `LayerReport` per compressed layer.
     """
     heads = list(_heads(layers))
-    two = [(layer, head) for layer, head in heads if EITHER in _precision(layer, head)]
+    two = [(layer, head) for layer, head in heads if len(_precisions(layer, head)) > 1]
     return two or (heads if any(sum(layer.pruned) for layer in layers) else [])
 
 
@@ -40,7 +38,7 @@ def kept_in_words(layers: Sequence[Any]) -> str:
         return f"{said}, all uncompressed"
     chosen = chosen_heads(layers)
     parts = [_shares(chosen)] if chosen else []
-    fixed = {_precision(*head) for head in _heads(layers) if head not in chosen} - {""}
+    fixed = {name for head in _heads(layers) if head not in chosen for name in _precisions(*head)}
     if fixed and chosen:
         parts.append(f"in other heads {_range(fixed)}")
     elif fixed:
@@ -52,20 +50,28 @@ def _heads(layers: Sequence[Any]) -> Iterator[Head]:
     return ((layer, head) for layer in layers for head in range(len(layer.high)))
 
 
-def _precision(layer: Any, head: int) -> str:
-    return layer.precisions[head] if layer.precisions else ""
+def _precisions(layer: Any, head: int) -> tuple[str, ...]:
+    """Returns the names of a head's precisions: two if it chooses levels, as in K8V4/K4V2g2/4; none if unknown."""
+    named = layer.precisions[head] if layer.precisions else ""
+    return tuple(match[0] for match in PRECISION_NAME.finditer(named))
 
 
 def _range(precisions: set[str]) -> str:
     """Names the precision, or the lowest and the highest one."""
-    ordered = sorted(precisions, key=lambda name: (sum(map(int, re.findall(r"\d+", name))), name))
+
+    def order(name: str) -> tuple[int, int, str]:
+        precision = Precision.parse(name)
+        groups = precision.k_groups + precision.v_groups
+        return precision.k_bits + precision.v_bits, groups, name
+
+    ordered = sorted(precisions, key=order)
     return f"in {ordered[0]}" if len(ordered) == 1 else f"in {ordered[0]} to {ordered[-1]}, by head"
 
 
 def _shares(heads: Sequence[Head]) -> str:
     counts = {name: sum(getattr(layer, name)[head] for layer, head in heads) for name in ("high", "low", "pruned")}
-    names = {_precision(layer, head) for layer, head in heads}
-    high, _, low = next(iter(names)).partition(EITHER) if len(names) == 1 else ("", "", "")
+    names = {_precisions(layer, head) for layer, head in heads}
+    high, low = (*next(iter(names)), "", "")[:2] if len(names) == 1 else ("", "")
     labels = {"high": f"high ({high})" if low else f"kept ({high})" if high else "high", "low": "low"}
     if low:
         labels["low"] = f"low ({low})"

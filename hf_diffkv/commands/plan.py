@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ..planning import BudgetPlan, ModelShape
 
 DEFAULT_CONTEXT = 8192
+# what names of rows of compressed caches begin with
+DIFFKV = "DiffKV"
 SHARES = (0.0, 0.5, 1.0)
 
 size_options = chain(
@@ -113,11 +115,14 @@ def command(**given: Any) -> None:
     own = (config.calibration or {}).get("ratio")
     losses = loss_curve(config.calibration or {}, [] if own is None else [own])
     try:
+        budget = _budget(shape, config, free, options)
+        limited = None if config.max_bytes is None else budget
+        # dense caches know no budget
         rows = [
-            {"cache": name, **_fit(bytes_of, shape, free, context, options.batch)}
+            {"cache": name, **_fit(bytes_of, shape, free, limited if name.startswith(DIFFKV) else None, options)}
             for name, bytes_of in _caches(shape, config, options.high_share or SHARES).items()
         ]
-        filling = _filling(shape, config, model_config if model is None else model, free, options)
+        filling = _filling(shape, config, model_config if model is None else model, budget, options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     found = {
@@ -158,29 +163,43 @@ def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[s
         name = config.low.name if share == 0 else config.high.name if share == 1 else f"{share:.0%} {config.high.name}"
         if config.head_precisions is not None:
             name = f"by head, {name}" if config.selects else "by head"
-        found[f"DiffKV, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
+        found[f"{DIFFKV}, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
     return found
 
 
-def _filling(
-    shape: ModelShape, config: DiffKVConfig, model: Any, free: int, options: SimpleNamespace
-) -> BudgetPlan | None:
-    """Plans how the budget fills; None if tokens are not precise until then. `free` is what caches may take."""
-    from ..cache.resolve import moments_for
-    from ..planning import plan_budget
+def _others(shape: ModelShape, tokens: int) -> int:
+    """Returns the bytes that one request's layers beside the budget take: those that are not compressed."""
+    return sum(layer.dense_bytes(tokens, shape.dtype.itemsize) for layer in shape.layers if not layer.compressed)
 
-    # layers that are not compressed are beside the budget
-    beside = [layer for layer in shape.layers if not layer.compressed]
-    others = options.batch * sum(layer.dense_bytes(options.context, shape.dtype.itemsize) for layer in beside)
-    left, budget = free - others, config.max_bytes
+
+def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleNamespace) -> int:
+    """Returns the bytes that compressed layers may take.
+
+    Args:
+        free: bytes for caches.
+
+    Raises:
+        ValueError: `config.max_bytes` is above what is left for them.
+    """
+    left, budget = free - options.batch * _others(shape, options.context), config.max_bytes
     if budget is None:
-        budget = left
-    elif isinstance(budget, str):
-        budget = int(left * float(budget.rstrip("%")) / 100)
+        return left
+    if isinstance(budget, str):
+        return int(left * float(budget.rstrip("%")) / 100)
     if budget > left:
         raise ValueError(
             f"max_bytes={budget} is above the {left} bytes that are left for caches; lower it, or give more --memory."
         )
+    return budget
+
+
+def _filling(
+    shape: ModelShape, config: DiffKVConfig, model: Any, budget: int, options: SimpleNamespace
+) -> BudgetPlan | None:
+    """Plans how the budget fills; None if tokens are not precise until then."""
+    from ..cache.resolve import moments_for
+    from ..planning import plan_budget
+
     if budget <= 0:
         return None
     known = moments_for(model, config) is not None
@@ -188,15 +207,21 @@ def _filling(
 
 
 def _fit(
-    bytes_of: Callable[[int], int], shape: ModelShape, free: int, context: int, batch: int
+    bytes_of: Callable[[int], int], shape: ModelShape, free: int, budget: int | None, options: SimpleNamespace
 ) -> dict[str, int | float]:
+    """Returns what fits into `free` bytes, of which compressed layers take at most `budget`; None is unlimited."""
     from ..planning import MOST_PLANNED, longest
 
-    most = shape.limit or MOST_PLANNED
+    def fits(tokens: int, batch: int) -> bool:
+        held = batch * bytes_of(tokens)
+        return held <= free and (budget is None or held - batch * _others(shape, tokens) <= budget)
+
+    context = options.context
+    each = bytes_of(context)
     return {
-        "bytes_per_token": bytes_of(context) / context,
-        "longest_context": longest(lambda tokens: batch * bytes_of(tokens) <= free, most),
-        "largest_batch": free // bytes_of(context),
+        "bytes_per_token": each / context,
+        "longest_context": longest(lambda tokens: fits(tokens, options.batch), shape.limit or MOST_PLANNED),
+        "largest_batch": longest(lambda batch: fits(context, batch), free // each),
     }
 
 
@@ -240,6 +265,8 @@ def _filling_text(found: dict[str, Any]) -> str:
     plan, limit = found["until_full"], found["limit"]
     budget = f"With a budget (max_bytes) of {megabytes(plan['max_bytes'])}, all tokens are {plan['precise']}"
     whose = "" if found["batch"] == 1 else f" of each of {found['batch']} requests"
+    if plan["room_ends"] == 0:
+        return f"A budget (max_bytes) of {megabytes(plan['max_bytes'])} does not hold the windows and tables{whose}."
     if limit is not None and plan["lowering_begins"] > limit:
         return f"{budget} up to the {limit:,} that the model takes{whose}; nothing is lowered."
     ends = plan["room_ends"]

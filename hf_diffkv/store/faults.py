@@ -1,8 +1,18 @@
-"""Errors of what went wrong on the device."""
+"""Errors of what went wrong on the device, and of budgets that are too small."""
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..config import DiffKVConfig
+
+# divisor of the budget that gives the part kept for tables that grow before the next look at the limit
+GROWTH_PART = 32
+
+
+def with_growth(size: int) -> int:
+    """Returns a budget, or by how much to raise one, of which `size` bytes are left beside the part for growth."""
+    return -(-size * GROWTH_PART // (GROWTH_PART - 1))
 
 
 def unstorable(config: DiffKVConfig, limit: float) -> ValueError:
@@ -19,21 +29,22 @@ def unstorable(config: DiffKVConfig, limit: float) -> ValueError:
     )
 
 
-def no_room(config: DiffKVConfig, needed: int, moments: int) -> MemoryError:
+def no_room(config: DiffKVConfig, needed: int, queries: Tensor | None) -> MemoryError:
     """Returns the error of a budget without room for one page.
 
     Args:
         config: configuration of the layers.
-        needed: bytes of everything except pages.
-        moments: bytes of those that moments of the prompts' queries take.
+        needed: smallest budget that holds a page.
+        queries: moments of the prompts' queries, which are part of it; None if there are none.
     """
+    moments = 0 if queries is None else queries.nbytes
     also, remedy = "", "or lower window, sinks or the batch size."
     if moments > needed - moments:
         # they are of one size in all caches of a model, and are not counted if the model's own were measured
         also, remedy = f", and the moments of queries ({moments} bytes),", "or give adaptive_rounding=False."
     return MemoryError(
-        f"max_bytes={config.max_bytes} cannot even hold the windows and tables{also} of this cache ({needed} "
-        f"bytes); raise max_bytes, {remedy}"
+        f"max_bytes={config.max_bytes} cannot even hold the windows and tables{also} of this cache and a page of "
+        f"tokens ({needed} bytes); raise max_bytes, {remedy}"
     )
 
 

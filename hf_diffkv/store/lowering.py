@@ -21,10 +21,11 @@ from ..config.until_full import joined_names
 from ..ops.backend import compute_dtype
 from ..pages.pool import FREE
 from .demand import Demand, capacities, page_bytes, rows_to_lower
+from .faults import GROWTH_PART, with_growth
 from .forks import make_private
 from .lower_rows import lower_to
 from .prompt_kernels import pages_of
-from .state import GROWTH_PART, Store
+from .state import Store
 
 _logger = logging.getLogger("hf_diffkv")
 
@@ -125,9 +126,10 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
         unusable = own
     if chosen is None:
         least = sum(demand.bytes(demand.last) for demand in demands)
+        missing = with_growth(least - room + unusable)
         raise MemoryError(
             f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {names_of(stores, -1)}, "
-            f"{least - room + unusable} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
+            f"{missing} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
             "sequences, or give until_full=None, which prunes tokens instead."
         )
     for store in stores:

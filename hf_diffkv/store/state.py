@@ -26,7 +26,7 @@ from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import make_policy
 from ..precision import Precision
-from .faults import changed_mask, no_room, too_few_pages, unstorable
+from .faults import GROWTH_PART, changed_mask, no_room, too_few_pages, unstorable, with_growth
 from .host_reads import read_together
 from .kv_heads import KVHeads
 from .lowering_state import LoweringState, precisions_of
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 FP16_RANGE = 32752.0
 # bytes of a page's entries in the page table and in the free list
 PAGE_ENTRIES = 8
-# divisor of the budget that gives the part kept for tables that grow before the next look at the limit
-GROWTH_PART = 32
 
 LayerThreshold = Union[float, tuple[float, ...]]
 
@@ -443,8 +441,10 @@ class Store:
         other = self.bytes_beside_pool() + growth + more
         pages = (max_bytes - other) // (self.layout.page_bytes + PAGE_ENTRIES)
         if pages < 1:
-            moments = self.lowering.moments
-            raise no_room(self.config, other, 0 if moments is None else moments.nbytes)
+            fixed = self.taken + other - growth + self.growth()
+            raise no_room(
+                self.config, with_growth(fixed + self.layout.page_bytes + PAGE_ENTRIES), self.lowering.moments
+            )
         self.pool.max_pages = int(pages)
 
     def growth(self) -> int:

@@ -161,9 +161,14 @@ def test_the_meta_device() -> None:
 def test_attention_weights_that_nobody_has() -> None:
     model = tiny_model("llama")
     options = {"output_attentions": True, "return_dict_in_generate": True}
-    with pytest.warns(UserWarning, match="no attention weights.*significance"):
+    with pytest.warns(UserWarning, match="no attention weights.*significance.*DiffKVConfig") as found:
         given = generate(model, cache_implementation="diffkv", **options)
     assert not any(given.attentions)
+    # what the warning names keeps significance, and the default does not
+    cache = DiffKVCache(model.config, DiffKVConfig(low="K4V2"))
+    assert any('DiffKVConfig(low="K4V2")' in str(warning.message) for warning in found)
+    generate(model, **passing(cache))
+    assert cache.significance(0).sum() > 0
 
 
 def test_dropout_that_is_not_applied() -> None:

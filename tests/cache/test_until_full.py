@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 
 import pytest
 import torch
@@ -258,3 +259,28 @@ def test_heads_that_lose_least_are_lowered_first() -> None:
         assert seen[-1][1] <= least_left
         run.feed(tokens(3, 1))
     assert len({count for count, _ in seen}) > 1
+
+
+@pytest.mark.parametrize("preset", ["quality", "small"])
+def test_the_bytes_that_errors_name_suffice(preset: str) -> None:
+    model, ids = model_in_float32(), tokens(1, 400, seed=0)
+
+    def refused(max_bytes: int) -> str:
+        cache = DiffKVCache(model.config, DiffKVConfig.preset(preset, max_bytes=max_bytes, page_bytes=512))
+        with pytest.raises(MemoryError) as error, torch.no_grad():
+            model(ids, **passing(cache))
+            raise MemoryError("fits")
+        return str(error.value)
+
+    def named(pattern: str, text: str) -> int:
+        return int(re.search(pattern, text)[1])
+
+    budget = 1000
+    while "cannot even hold" in (text := refused(budget)):
+        least = named(r"page of tokens \((\d+) bytes\)", text)
+        assert least > budget
+        budget = least
+    more = named(r"(\d+) more bytes are needed", text)
+    # tables that depend on the budget may add a few bytes
+    assert refused(budget + more + 64) == "fits"
+    assert "more bytes are needed" in refused(budget + more - 64)

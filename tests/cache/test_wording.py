@@ -26,6 +26,15 @@ def test_one_precision_has_no_levels() -> None:
     assert "high" not in text and "low " not in text
 
 
+def test_groups_are_part_of_a_precision() -> None:
+    """Their name has a slash too: K4V3g2/1."""
+    assert "200 tokens, 36 of them uncompressed; the others in K4V3g2/1" in said(DiffKVConfig.preset("small"))
+    text = said(DiffKVConfig(high="K8V4g1/2", low="K4V2g2/4", window=WINDOW, sinks=0))
+    assert "of the others high (K8V4g1/2) " in text and ", low (K4V2g2/4) " in text
+    config = DiffKVConfig(head_precisions=[["K5V4", "K4V3g2/1"]] * 2, window=WINDOW, sinks=0)
+    assert "the others in K4V3g2/1 to K5V4, by head" in said(config)
+
+
 def test_a_precision_for_each_head_is_a_range() -> None:
     config = DiffKVConfig(head_precisions=[["K3V2", "K6V5"], ["K3V2", "K4V3"]], window=WINDOW, sinks=0)
     assert "200 tokens, 8 of them uncompressed; the others in K3V2 to K6V5, by head" in said(config)

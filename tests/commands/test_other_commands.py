@@ -71,6 +71,37 @@ def test_plan_says_when_heads_are_lowered(capsys: pytest.CaptureFixture[str]) ->
     assert "all tokens are K8V8 up to the 4,096 that the model takes; nothing is lowered." in text
 
 
+@pytest.mark.parametrize("levels", [[], ["--high", "K8V4", "--low", "K4V2", "--high-share", "0.5"]])
+def test_plan_keeps_caches_within_their_budget(levels: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "tiny-lm", "--memory", "1GB", "--batch", "2", "--context", "500", *levels]
+    dense, fp8, free = found_by(capsys, *plan)["caches"]
+    budget = 1_500_000
+    assert free["longest_context"] == 4096 and free["largest_batch"] > 500
+    found = found_by(capsys, *plan, "--max-bytes", str(budget) + "B")["caches"]
+    # dense caches have no such budget
+    assert found[:2] == [dense, fp8]
+    config = DiffKVConfig(high="K8V4", low="K4V2") if levels else DiffKVConfig(max_bytes=budget)
+    shape = ModelShape.of(AutoModelForCausalLM.from_pretrained(TINY_LM).config, str(TINY_LM))
+    longest, most = found[2]["longest_context"], found[2]["largest_batch"]
+    sizes = [2 * shape.diffkv_bytes(tokens, config, 0.5) for tokens in (longest, longest + 1)]
+    assert sizes[0] <= budget < sizes[1]
+    each = shape.diffkv_bytes(500, config, 0.5)
+    assert most == budget // each > 0
+
+
+def test_plan_of_a_budget_below_the_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "tiny-lm", "--memory", "1GB", "--max-bytes", "50KB"]
+    assert main([*plan, "--batch", "3"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "A budget (max_bytes) of 0.05 MB does not hold the windows and tables of each of 3 requests." in text
+    assert found_by(capsys, *plan)["caches"][2]["longest_context"] == 0
+    # which a real cache refuses
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    ids = torch.zeros(1, 10, dtype=torch.int64)
+    with pytest.raises(MemoryError, match="cannot even hold the windows and tables"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="diffkv", cache_config={"max_bytes": 50_000})
+
+
 def test_plan_marks_what_the_model_cannot_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
