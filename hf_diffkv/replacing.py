@@ -13,10 +13,15 @@ from typing import Any
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """Yields the path of a new file, which replaces `path` if the block ends without an error.
 
+    A device or a pipe cannot be replaced: its own path is yielded.
+
     Raises:
-        OSError: the file cannot be written, also where safetensors has an error of its own for that.
+        OSError: the file cannot be written, also where safetensors has an error of its own for that; it names `path`.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        yield path
+        return
     # processes may write the same file at the same time
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -27,9 +32,18 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
 
         if isinstance(error, SafetensorError):
             raise OSError(f"cannot write {path}: {error}") from error
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(new)):
+            # a full disk names no file
+            error.filename = str(path)
         raise
     finally:
         new.unlink(missing_ok=True)
+
+
+def save_text(text: str, path: str | os.PathLike) -> None:
+    """Writes a file of UTF-8 text. Raises `OSError`."""
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def save_tensors(tensors: Mapping[str, Any], path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:

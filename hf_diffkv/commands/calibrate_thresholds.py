@@ -10,6 +10,7 @@ from ..calibration.thresholds import Candidate, Grid, Thresholds, cheapest, clos
 from ..config.diffkv_config import with_calibration
 from ..evaluation.errors import EvaluationError
 from ..heads.hub import CONFIG_NAME
+from ..replacing import save_text
 from .console import Failure
 from .options import MAX_KL, output_of
 
@@ -48,7 +49,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     candidates = sweep(bench.measure, limit, Grid(options.alpha_high, options.alpha_low), layers)
 
     text = table(candidates, limit, bench.title)
-    (output / TABLE_NAME).write_text(text)
+    save_text(text, output / TABLE_NAME)
     print(text)
     chosen = cheapest(candidates, limit)
     path = output / CONFIG_NAME

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.errors import EvaluationError
+from ..replacing import save_text
 from ..running.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
 from ..running.saved_talk import read_talk
 from .console import Command, Failure, colours, megabytes, paragraph, progress, table, to_terminal
@@ -113,7 +114,7 @@ def command(**given: Any) -> None:
         click.echo(comparison(*runs), err=not to_terminal())
     if options.output is not None:
         path = options.output / "figures.json"
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        save_text(json.dumps(found, indent=2) + "\n", path)
         if runs[0].note:
             progress(runs[0].note, options.quiet)
         written = [str(each) for each in (picture, path) if each.exists()]

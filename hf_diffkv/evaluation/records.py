@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..replacing import save_text
 from .errors import EvaluationError
 
 RUN_NAME = "run.json"
@@ -78,7 +79,7 @@ class RunFolder:
     def _check_settings(self, settings: dict[str, Any]) -> None:
         path = self.folder / RUN_NAME
         if not path.exists():
-            path.write_text(json.dumps(settings, indent=2) + "\n")
+            save_text(json.dumps(settings, indent=2) + "\n", path)
             return
         try:
             before = json.loads(path.read_text())

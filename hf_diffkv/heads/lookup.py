@@ -38,7 +38,11 @@ def user_folder() -> Path:
     given = os.environ.get(FOLDER_VARIABLE)
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_diffkv"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_diffkv"
+    except RuntimeError:
+        # the user has no home, as in some containers: nothing is found there, and nothing can be written
+        return Path(os.devnull) / "hf_diffkv"
 
 
 def keep(measured: Sensitivity) -> Path:
@@ -175,7 +179,8 @@ def _by_digest(identity: Identity, suffix: str) -> Path | None:
         return None
     shipped = _shipped().get(digest)
     known = [user_folder() / f"{digest}{suffix}", *([] if shipped is None else [shipped.with_suffix(suffix)])]
-    return next((path for path in known if path.is_file()), None)
+    # unlike Path.is_file it is False for what may not be read, such as the home of another user
+    return next((path for path in known if os.path.isfile(path)), None)
 
 
 @cache

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..extras import install
+from ..replacing import replacing
 from .palette import EDGE, GRID, INK, PAPER
 
 if TYPE_CHECKING:
@@ -30,14 +31,15 @@ class Picture:
     figure: Figure
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Writes the picture in the format of the file's ending: png, svg or pdf.
+        """Writes the picture in the format of the file's ending: png, svg or pdf. Without an ending it is png.
 
         Raises:
             OSError: the file cannot be written.
             ValueError: the format is unknown.
         """
         path = Path(path)
-        self.figure.savefig(path, dpi=DPI)
+        with replacing(path) as new:
+            self.figure.savefig(new, dpi=DPI, format=path.suffix[1:] or "png")
         return path
 
     def _repr_png_(self) -> bytes:

@@ -166,7 +166,8 @@ class FolderTier:
     def names(self) -> list[str]:
         """Returns the names of all prefixes, other models' included. Raises `OSError` if they cannot be listed."""
         try:
-            return [name for name in os.listdir(self.folder) if ENTRY_NAME.fullmatch(name)]
+            with os.scandir(self.folder) as found:
+                return [each.name for each in found if ENTRY_NAME.fullmatch(each.name) and each.is_dir()]
         except FileNotFoundError:
             return []
 

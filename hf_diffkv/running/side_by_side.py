@@ -32,6 +32,7 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..evaluation.errors import one_line
 from ..heads.lookup import HINTS
+from ..replacing import save_text
 from .models import hide_progress_bars, model_from
 from .peak import PeakMemory
 from .saved_talk import write_talk
@@ -161,7 +162,7 @@ def run_in_fresh_process(job: Job) -> FinishedRun:
     """
     with tempfile.TemporaryDirectory() as folder:
         job_path, run_path = Path(folder, "job.json"), Path(folder, "run.json")
-        job_path.write_text(json.dumps(dataclasses.asdict(job)))
+        save_text(json.dumps(dataclasses.asdict(job)), job_path)
         # appended, so that the caller's paths stay first
         package = str(Path(__file__).resolve().parents[1])
         paths = [path for path in (os.environ.get("PYTHONPATH"), package) if path]
@@ -368,7 +369,10 @@ def _main(job_path: str, run_path: str) -> None:
         os._exit(BROKEN_PIPE)
     except EXPECTED_ERRORS as error:
         result = {"error": one_line(error)}
-    Path(run_path).write_text(json.dumps(result))
+    try:
+        save_text(json.dumps(result), run_path)
+    except OSError as error:
+        sys.exit(f"the figures of a run cannot be kept: {error}; set TMPDIR to another folder.")
 
 
 if __name__ == "__main__":

@@ -294,6 +294,37 @@ def test_moments_alone_are_found_by_the_mark() -> None:
     assert lookup.queries_of(changed(trained(), lambda weight: weight * 1.001)) == path
 
 
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found there, and nothing can be written."""
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (lookup.FOLDER_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    model = trained()
+    assert DiffKVCache(model).config.head_precisions is None
+    with pytest.raises(OSError, match="hf_diffkv"):
+        kept(model)
+
+
+def test_a_folder_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that may not be entered has nothing."""
+    model = trained()
+    kept(model)
+    assert DiffKVCache(model).config.head_precisions is not None
+    stat = os.stat
+
+    def refused(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(folder) in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert DiffKVCache(model).config.head_precisions is None
+
+
 def test_each_file_is_read_once(folder: Path) -> None:
     table = measured(trained())
     folder.mkdir()

@@ -109,6 +109,7 @@ def test_pictures_are_shown_by_notebooks_and_saved(tmp_path: Path) -> None:
     assert picture._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
     for name in ("picture.png", "picture.svg"):
         assert picture.save(tmp_path / name) == tmp_path / name and (tmp_path / name).stat().st_size > 1000
+    assert picture.save(tmp_path / "picture").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match="nope"):
         picture.save(tmp_path / "picture.nope")
 

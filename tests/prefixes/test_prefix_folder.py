@@ -139,6 +139,18 @@ def test_a_full_disk(
     assert_finds(store, runs, 50)
 
 
+def test_a_file_in_place_of_a_prefix(model: PreTrainedModel, runs: list[Run], tmp_path: Path) -> None:
+    """It is no prefix, so the store does not say that it holds one."""
+    store = filled(model, tmp_path, runs[:1])
+    (name,) = store._tiers.folder.names()
+    shutil.rmtree(tmp_path / name)
+    (tmp_path / name).write_text("foreign")
+    assert len(store) == 0 and store.lookup(runs[0].ids).get_seq_length() == 0
+    with pytest.warns(RuntimeWarning, match="a prefix cannot be written"):
+        assert not store.insert(runs[0].ids, runs[0].cache)
+    assert not store.contains(runs[0].ids) and not list(store)
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -198,7 +210,7 @@ def test_a_folder_that_cannot_be_listed(
     assert_finds(store, runs, 50)
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", _refuse)
-        patched.setattr(os, "listdir", _refuse)
+        patched.setattr(os, "scandir", _refuse)
         with pytest.warns(RuntimeWarning, match="Permission denied"):
             assert store.look_ahead([runs[1].ids[0]])[0].tokens == 0 and len(store) == 0
     assert_finds(store, runs, 50)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_diffkv.plot.figure import SIZE, SMALL, Picture, new_figure
 from hf_diffkv.plot.palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on, mixed
 from hf_diffkv.plot.pieces import pieces_of_ids
+from hf_diffkv.replacing import save_text
 
 if TYPE_CHECKING:
     from hf_diffkv.cache.diffkv_cache import DiffKVCache
@@ -165,7 +166,7 @@ class ColouredText:
         """
         path = Path(path)
         if path.suffix == ".html":
-            path.write_text(PAGE.format(title=escape(self.title), body=self.html()), encoding="utf-8")
+            save_text(PAGE.format(title=escape(self.title), body=self.html()), path)
             return path
         return _picture(self).save(path)
 

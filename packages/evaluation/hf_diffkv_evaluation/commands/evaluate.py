@@ -13,6 +13,7 @@ from hf_diffkv.commands.console import Command, paragraph, progress
 from hf_diffkv.commands.models import position_limit
 from hf_diffkv.commands.options import AtLeast, NonEmptyPath, model_option, quiet_option, running_options
 from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.replacing import save_text
 
 # suite of small tasks
 OFFLINE_SUITE = "offline"
@@ -199,7 +200,7 @@ def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:
     from ..report import markdown, plot_tasks
 
     table = markdown(records)
-    (folder / "table.md").write_text(table)
+    save_text(table, folder / "table.md")
     if not quiet:
         print(table)
     try:
