@@ -79,12 +79,15 @@ class Hierarchy:
             self.note_fault("the folder of prefixes cannot be written, they can only be read", error)
 
     def refresh(self) -> None:
-        """Reads which prefixes other processes have added to the folder or removed from it."""
-        if self.folder is None:
-            return
-        names = {name for name in self._listed(self.folder) if name.startswith(self.fingerprint)}
-        for name in names - self.entries.keys():
-            self.entries[name] = Entry(int(name.split("-")[1]), self.folder.used(name))
+        """Reads which prefixes other processes have added to the folder or removed, and forgets what no tier holds.
+
+        An interrupt, or a device without memory, may have stopped a prefix on its way into a tier.
+        """
+        names: set[str] = set()
+        if self.folder is not None:
+            names = {name for name in self._listed(self.folder) if name.startswith(self.fingerprint)}
+            for name in names - self.entries.keys():
+                self.entries[name] = Entry(int(name.split("-")[1]), self.folder.used(name))
         self.drop_lost([name for name in self.entries if name not in names])
 
     def tier_of(self, name: str) -> PrefixTier | None:

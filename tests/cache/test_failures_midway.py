@@ -14,7 +14,7 @@ from hf_diffkv import DiffKVConfig
 from hf_diffkv.cache import held_tokens, rows
 from hf_diffkv.cache.errors import HandOverError
 from hf_diffkv.pages import pool
-from hf_diffkv.store import compaction, prompt, state
+from hf_diffkv.store import compaction, forks, prompt, state
 
 CONFIG = DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16)
 LENGTHS = (50, 30)
@@ -74,6 +74,34 @@ HALFWAY = {
     "ids of a cropped cache": (recorded, lambda run: run.crop(2), held_tokens.HeldTokens, "crop", False),
     "tokens that a crop keeps": (recorded, lambda run: run.crop(2), prompt, "_fill_window", False),
 }
+
+
+FORKED = {
+    "nothing counted yet": (forks, "_release_at_end", False),
+    "an owner too many": (pool.PagePool, "share", True),
+    "a twin without an end": (forks, "replace", False),
+}
+
+
+@pytest.mark.parametrize("case", FORKED)
+def test_a_fork_that_stopped_halfway_leaves_no_pages_without_an_owner(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, expected = begun(), begun()
+    end = failing(monkeypatch, *FORKED[case])
+    with pytest.raises(Failure):
+        run.cache.fork(1)
+    end()
+    with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
+        step(run)
+    run.cache.reset()
+    again = started(run.model, LENGTHS, cache=run.cache)
+    again.steps(tokens(2, 20))
+    twin = again.on(again.cache.fork(1)[0])
+    for each in (again, twin, expected):
+        step(each)
+    for each in (again, twin):
+        assert_equal_contents(each.cache, expected.cache)
 
 
 @pytest.mark.parametrize("case", HALFWAY)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.compat import passing
 from hf_diffkv.prefixes import content as content_module
 from hf_diffkv.prefixes import tokens as tokens_module
+from hf_diffkv.prefixes.tiers import MemoryTier
 
 
 @contextmanager
@@ -217,6 +219,24 @@ def test_other_tokens_than_the_cache_holds_are_not_stored() -> None:
     with pytest.raises(ValueError, match="part at position 12"):
         store.insert(other, cache)
     assert len(store) == 0 and store.insert(output, cache)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_prefix_that_was_interrupted_on_its_way_can_be_stored_again(
+    on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(model_of(), (60,))
+    store = PrefixStore(run.model, CONFIG, folder=tmp_path if on_disk else None)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(MemoryTier, "put", interrupted)
+        store.insert(run.ids, run.cache)
+    assert len(store) == 0 and run.ids not in store
+    assert store.insert(run.ids, run.cache)
+    assert store.lookup(torch.cat([run.ids, tokens(1, 1)], 1)).get_seq_length() == 60
 
 
 def test_seconds_saved() -> None:

@@ -50,13 +50,15 @@ class Background:
         self.bytes_read = {tier.name: 0 for tier in tiers.tiers}
 
     def start(self) -> None:
-        """Starts the thread unless it runs."""
+        """Starts the thread unless it runs. Raises `RuntimeError` if the system allows no more threads."""
         with self._changed:
-            self._users += 1
             if self._thread is None:
                 self._look = True
-                self._thread = threading.Thread(target=self._run, name="hf_diffkv prefixes", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="hf_diffkv prefixes", daemon=True)
+                # a thread that could not start is none to wait for; one that could waits for this block to end
+                thread.start()
+                self._thread = thread
+            self._users += 1
 
     def stop(self) -> None:
         """Ends the thread with the last `stop` of as many `start`s, and waits for its end."""

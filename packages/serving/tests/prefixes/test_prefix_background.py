@@ -350,3 +350,20 @@ def test_threads_and_the_background(stage: Stage) -> None:
     assert store.stats.offloaded > 0 and [entry.score for entry in store] == [0] * len(store)
     names = {entry.tier for entry in store}
     assert names <= {"device", "host", "disk"} and len(store) > 5
+
+
+def test_a_store_without_its_thread_goes_on_and_can_start_later(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = stage.store(room=3)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+        patch.setattr(threading.Thread, "start", refuse)
+        store.start()
+    store.stop()
+    store.start()
+    stage.insert(store, 0, 1, 2)
+    assert settled(store) == {"device": 2, "disk": 1}
+    store.stop()
+    assert not any(thread.name == "hf_diffkv prefixes" for thread in threading.enumerate())
