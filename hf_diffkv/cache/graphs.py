@@ -19,7 +19,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from ..compat import CACHE_NAMES, SLIDING_GRAPHS, passed
 from ..ops.backend import KERNELS
-from ..store import Store
+from ..store import Changing, Store
 from ..store.compaction import compact, settle
 from ..store.step import count_step, refresh_if_due
 from .captured_windows import Windows, is_sliding
@@ -160,13 +160,11 @@ class DecodeStep:
         captured = self._captured
         for name, value in tensors.items():
             captured.buffers[name].copy_(value)
-        for store in stores:
-            store.unfinished += 1
-        self._count(stores, inputs.get("attention_mask"))
-        captured.graph.replay()
-        for store in stores:
-            store.compaction_due = False
-            store.unfinished -= 1
+        with Changing(*stores):
+            self._count(stores, inputs.get("attention_mask"))
+            captured.graph.replay()
+            for store in stores:
+                store.compaction_due = False
         self.replays += 1
         return _copied(captured.output)
 

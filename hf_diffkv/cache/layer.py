@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.softmax import Softmax
 from ..store import (
+    Changing,
     PromptAttention,
     RecordedAttention,
     StepAttention,
@@ -279,13 +280,12 @@ class DiffKVLayer(CacheLayerMixin):
         given, query = query.dtype, query.to(key.dtype)
         new = self._new_tokens(key, value, valid, mask)
         output = new.attend(query, softmax, last=not self.readers)
-        store.unfinished += 1
-        if store.padding.length < self.seen:
-            store.padding.append(tokens, valid)
-        if self.readers:
-            self.awaited, self.stores.awaited = AwaitedTokens(key.shape, new, self.readers), self.index
-        output = output.to(given)
-        store.unfinished -= 1
+        with Changing(store):
+            if store.padding.length < self.seen:
+                store.padding.append(tokens, valid)
+            if self.readers:
+                self.awaited, self.stores.awaited = AwaitedTokens(key.shape, new, self.readers), self.index
+            output = output.to(given)
         return output
 
     def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:

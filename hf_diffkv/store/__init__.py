@@ -10,11 +10,12 @@ from .prompt import PromptAttention
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
 from .rollback import RecordedAttention, commit_together, is_recording, revocable
-from .state import Store
+from .state import Changing, Store
 from .step import begin_forward, withdraw
 from .transform import check_finite
 
 __all__ = [
+    "Changing",
     "KVHeads",
     "Payload",
     "Read",

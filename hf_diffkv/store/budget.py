@@ -17,7 +17,7 @@ from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, st
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL
 from ..pages.segments import segments
 from ..policy import levels_between, mean_significance
-from .state import Store
+from .state import Changing, Store
 
 LOW_SHARE = 0.1
 SEARCH_STEPS = 24
@@ -26,6 +26,16 @@ STRONGEST = 1e6
 FILLED_SHARE = 0.9
 # tokens that each row's high and low tier may get, int64 [rows] each
 Growth = tuple[Tensor, Tensor]
+
+
+def check_budget(store: Store, more: int) -> None:
+    """Sets the pool's limit; raises `MemoryError` unless `more` bytes outside the pool fit into the budget."""
+    store.update_limit(more)
+    if store.max_bytes is not None and more > 0 and store.bytes + more > store.max_bytes:
+        raise MemoryError(
+            f"{more} more bytes do not fit into max_bytes={store.config.max_bytes}; raise max_bytes, or use fewer "
+            "sequences."
+        )
 
 
 @dataclass(frozen=True)
@@ -146,13 +156,12 @@ def make_room(store: Store, pages: int, growth: Growth | None = None) -> None:
     high, low = held.below(*new_alphas).level.split([part.numel() for part in relative])
     keep, demoted = (high == HIGH_LEVEL, low != PRUNED_LEVEL), high == LOW_LEVEL
     nothing = no_tokens(store)
-    store.unfinished += 1
-    rewrite_rows(store.ops, rows, stored, keep, demoted, (nothing, nothing))
-    # in place, because captured steps read them there
-    for alpha, tight in zip(alphas, new_alphas):
-        alpha.copy_(tight)
-    store.forget_bounds()
-    store.unfinished -= 1
+    with Changing(store):
+        rewrite_rows(store.ops, rows, stored, keep, demoted, (nothing, nothing))
+        # in place, because captured steps read them there
+        for alpha, tight in zip(alphas, new_alphas):
+            alpha.copy_(tight)
+        store.forget_bounds()
 
 
 def _note(store: Store, strength: float) -> None:

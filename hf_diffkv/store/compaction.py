@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.rotation import center_windows
 from ..policy import StepRows, relative_thresholds
-from .state import Store
+from .state import Changing, Store
 
 
 def settle(store: Store) -> None:
@@ -18,9 +18,8 @@ def settle(store: Store) -> None:
     if store.compaction_due:
         # a second run would compact what the first has changed
         store.compaction_due = False
-        store.unfinished += 1
-        compact(store)
-        store.unfinished -= 1
+        with Changing(store):
+            compact(store)
 
 
 def compact(store: Store) -> None:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
-from .budget import make_room
+from .budget import check_budget, make_room
 from .compaction import settle
 from .forks import make_private
 from .lowering import make_room_for_copies
-from .state import Store
+from .state import Changing, Store
 
 COPY_PAGES = 4096
 
@@ -43,20 +43,19 @@ def move_rows(store: Store, index: Tensor) -> None:
     """Reorders the batch as `select_rows` does, after `prepare_rows` with the same `index`."""
     index = index.to(store.device)
     given, chosen, duplicate = _moves(store, index)
-    store.unfinished += 1
-    store.pool.free_list.give(given)
-    source = chosen[duplicate].long()
-    _, fresh = store.pool.free_list.take(torch.tensor([source.numel()], device=store.device))
-    copy_pages(store, source, fresh)
-    chosen[duplicate] = fresh.to(chosen.dtype)
-    store.table.table = chosen
-    for name in ROW_STATE:
-        setattr(store, name, getattr(store, name)[:, index].clone())
-    store.recorded = [None if recorded is None else recorded.select(index) for recorded in store.recorded]
-    store.padding.select(index)
-    store.batch_size = index.numel()
-    store.forget_bounds()
-    store.unfinished -= 1
+    with Changing(store):
+        store.pool.free_list.give(given)
+        source = chosen[duplicate].long()
+        _, fresh = store.pool.free_list.take(torch.tensor([source.numel()], device=store.device))
+        copy_pages(store, source, fresh)
+        chosen[duplicate] = fresh.to(chosen.dtype)
+        store.table.table = chosen
+        for name in ROW_STATE:
+            setattr(store, name, getattr(store, name)[:, index].clone())
+        store.recorded = [None if recorded is None else recorded.select(index) for recorded in store.recorded]
+        store.padding.select(index)
+        store.batch_size = index.numel()
+        store.forget_bounds()
 
 
 def prepare_rows(store: Store, index: Tensor) -> None:
@@ -71,7 +70,7 @@ def prepare_rows(store: Store, index: Tensor) -> None:
     more = (store.bytes - store.pool.bytes) * rows_more // store.batch_size
     if store.lowering.active:
         make_room_for_copies(store, index)
-    store.check_budget(more)
+    check_budget(store, more)
     given, _, duplicate = _moves(store, index.to(store.device))
     missing = max(0, int(duplicate.sum()) - given.numel())
     try:
@@ -100,13 +99,12 @@ def drop_unused_layers(store: Store, used: int) -> None:
     if used == store.num_layers:
         return
     make_private(store)
-    store.unfinished += 1
-    for name in (*ROW_STATE, "layer_index"):
-        setattr(store, name, getattr(store, name)[:used].clone())
-    store.table.table = store.table.table[:used].clone()
-    store.lowering.drop_layers(used)
-    store.recorded = store.recorded[:used]
-    store.num_layers = used
-    store.layers = store.layers[:used]
-    store.forget_bounds()
-    store.unfinished -= 1
+    with Changing(store):
+        for name in (*ROW_STATE, "layer_index"):
+            setattr(store, name, getattr(store, name)[:used].clone())
+        store.table.table = store.table.table[:used].clone()
+        store.lowering.drop_layers(used)
+        store.recorded = store.recorded[:used]
+        store.num_layers = used
+        store.layers = store.layers[:used]
+        store.forget_bounds()

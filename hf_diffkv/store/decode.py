@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ops.softmax import SharedAttention, Softmax
-from .state import Store
+from .state import Changing, Store
 from .transform import model_form, query_form, stored_form
 
 if TYPE_CHECKING:
@@ -45,35 +45,31 @@ class StepAttention:
         bounds = store.bounds(layer)
         scratch = prepare_scratch(store, query[:, :, 0], bounds.max_tokens)
         options = {"bounds": bounds, "scratch": scratch, "valid": self._valid}
-        store.unfinished += 1
-        if last and self._held is None:
-            options |= {"rotation": store.rotation, "limit": store.value_limit}
-            output = store.ops.append_and_attend(query, self._key, self._value, store.rows(layer), softmax, **options)
-            store.unfinished -= 1
-            return output
-        self.append()
-        self._held.last = last
-        query = query_form(store, query)[:, :, 0]
-        output = store.ops.decode_attention(query, store.rows(layer), softmax, held=self._held, **options)
-        # heads are passed as tokens: tiles of one token each would read the matrix once per tile
-        output = model_form(store, output[None])[0][:, :, None]
-        store.unfinished -= 1
-        return output
+        with Changing(store):
+            if last and self._held is None:
+                options |= {"rotation": store.rotation, "limit": store.value_limit}
+                rows = store.rows(layer)
+                return store.ops.append_and_attend(query, self._key, self._value, rows, softmax, **options)
+            self.append()
+            self._held.last = last
+            query = query_form(store, query)[:, :, 0]
+            output = store.ops.decode_attention(query, store.rows(layer), softmax, held=self._held, **options)
+            # heads are passed as tokens: tiles of one token each would read the matrix once per tile
+            return model_form(store, output[None])[0][:, :, None]
 
     def append(self) -> None:
         """Stores the token now, unless it is stored; else the first `attend` stores it."""
         if self._held is not None:
             return
         store, layer, rotation = self._store, self._layer, self._store.rotation
-        store.unfinished += 1
-        rows, options = store.rows(layer), {"limit": store.value_limit, "valid": self._valid}
-        if rotation is None:
-            key, value = stored_form(store, layer, self._key, self._value)
-            store.ops.append_token(rows, key[:, :, 0], value[:, :, 0], **options)
-        else:
-            store.ops.append_rotated(rows, self._key[:, :, 0], self._value[:, :, 0], None, rotation, **options)
-        self._held = SharedAttention()
-        store.unfinished -= 1
+        with Changing(store):
+            rows, options = store.rows(layer), {"limit": store.value_limit, "valid": self._valid}
+            if rotation is None:
+                key, value = stored_form(store, layer, self._key, self._value)
+                store.ops.append_token(rows, key[:, :, 0], value[:, :, 0], **options)
+            else:
+                store.ops.append_rotated(rows, self._key[:, :, 0], self._value[:, :, 0], None, rotation, **options)
+            self._held = SharedAttention()
 
 
 def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:

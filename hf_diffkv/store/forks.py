@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..pages import NULL_PAGE, PagePool, PageTable
 from ..pages.rows import ROW_STATE
 from .compaction import settle
-from .state import Store
+from .state import Changing, Store
 
 
 def fork_store(store: Store) -> Store:
@@ -28,18 +28,15 @@ def fork_store(store: Store) -> Store:
     pages = store.owned_pages().long()
     sharers = [store] if store.twins is None else list(store.twins)
     # pages that nobody gives back would be lost to all of them
-    for each in sharers:
-        each.unfinished += 1
-    if store.twins is None:
-        store.twins = weakref.WeakSet([store])
-        _release_at_end(store)
-    store.pool.share(pages)
-    twin = object.__new__(Store)
-    twin.__dict__.update(store.__dict__, lowering=replace(store.lowering, together=()), unfinished=0)
-    twin.twins.add(twin)
-    _release_at_end(twin)
-    for each in sharers:
-        each.unfinished -= 1
+    with Changing(*sharers):
+        if store.twins is None:
+            store.twins = weakref.WeakSet([store])
+            _release_at_end(store)
+        store.pool.share(pages)
+        twin = object.__new__(Store)
+        twin.__dict__.update(store.__dict__, lowering=replace(store.lowering, together=()), unfinished=0)
+        twin.twins.add(twin)
+        _release_at_end(twin)
     return twin
 
 
@@ -57,11 +54,10 @@ def make_private(store: Store) -> None:
         own = {name: getattr(store, name).clone() for name in (*ROW_STATE, "flag", "invalid", "changed_past")}
         own |= {"pool": pool, "table": table, "padding": store.padding.copy(), "recorded": list(store.recorded)}
         moments = None if store.lowering.moments is None else store.lowering.moments.clone()
-        store.unfinished += 1
-        store.finalizer()
-        vars(store).update(own, scratch=None)
-        store.lowering.moments = moments
-        store.unfinished -= 1
+        with Changing(store):
+            store.finalizer()
+            vars(store).update(own, scratch=None)
+            store.lowering.moments = moments
     store.twins.discard(store)
     store.twins = None
     store.finalizer.detach()

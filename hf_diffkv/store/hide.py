@@ -17,7 +17,7 @@ from ..pages.rows import slots_of
 from ..pages.segments import segments
 from .budget import no_tokens
 from .forks import make_private
-from .state import Store
+from .state import Changing, Store
 
 
 def hide_tokens(store: Store, shown: Tensor) -> None:
@@ -27,18 +27,17 @@ def hide_tokens(store: Store, shown: Tensor) -> None:
         shown: mask of the tokens to keep, bool [batch, past], a subset of the real tokens; includes recorded tokens.
     """
     make_private(store)
-    store.unfinished += 1
-    real = store.padding.mask()
-    recorded = max((r.tokens for r in store.recorded if r is not None), default=0)
-    stored = real.shape[1] - recorded
-    recorded_and_shown = real[:, stored:] & shown[:, stored:]
-    store.recorded = [None if each is None else replace(each, valid=recorded_and_shown) for each in store.recorded]
-    moved = _new_indices(real[:, :stored], shown[:, :stored])
-    _hide_paged(store, moved)
-    _hide_in_windows(store, moved)
-    store.padding.replace(shown)
-    store.forget_bounds()
-    store.unfinished -= 1
+    with Changing(store):
+        real = store.padding.mask()
+        recorded = max((r.tokens for r in store.recorded if r is not None), default=0)
+        stored = real.shape[1] - recorded
+        recorded_and_shown = real[:, stored:] & shown[:, stored:]
+        store.recorded = [None if each is None else replace(each, valid=recorded_and_shown) for each in store.recorded]
+        moved = _new_indices(real[:, :stored], shown[:, :stored])
+        _hide_paged(store, moved)
+        _hide_in_windows(store, moved)
+        store.padding.replace(shown)
+        store.forget_bounds()
 
 
 def _new_indices(real: Tensor, shown: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from .faults import GROWTH_PART, with_growth
 from .forks import make_private
 from .lower_rows import lower_to
 from .prompt_kernels import pages_of
-from .state import Store
+from .state import Changing, Store
 
 _logger = logging.getLogger("hf_diffkv")
 
@@ -132,15 +132,12 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
             f"{missing} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
             "sequences, or give until_full=None, which prunes tokens instead."
         )
-    for store in stores:
-        store.unfinished += 1
-    for part, rungs in zip(parts, chosen):
-        if part.lowers(rungs):
-            part.store.lowering.tokens += int((part.held * (rungs - part.demand.now)).sum())
-            lower_to(part.store, rungs)
-    _share_pages(parts, chosen, spare)
-    for store in stores:
-        store.unfinished -= 1
+    with Changing(*stores):
+        for part, rungs in zip(parts, chosen):
+            if part.lowers(rungs):
+                part.store.lowering.tokens += int((part.held * (rungs - part.demand.now)).sum())
+                lower_to(part.store, rungs)
+        _share_pages(parts, chosen, spare)
     if any(map(Part.lowers, parts, chosen)):
         _tell(stores)
     return chosen

@@ -23,7 +23,7 @@ from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
 from .lowering import make_room_for_prompt, note_queries
 from .prompt_kernels import PromptPlan, store_by_kernels
-from .state import Store
+from .state import Changing, Store
 from .transform import (
     NewPrompt,
     PromptSource,
@@ -263,41 +263,40 @@ def compress(
     previous: list[Tensor] = []
     scores: list[Tensor] = []
     rewrites = False
-    store.unfinished += 1
-    try:
-        rows.length.add_(new_count if new.valid is None else new.valid.sum(-1))
-        length = rows.length.repeat_interleave(rows.heads)
-        if received is not None:
-            for tier, layout in enumerate(rows.tiers):
-                tokens = past.tokens[tier]
-                previous.append(segments(rows.pages, layout).scores(tokens.page, tokens.slot))
-                scores.append(previous[tier] + past.gather(received, tier))
-        exact = _exact_tokens(rows, past, source, new.valid, offset, old_length, received)
-        start = torch.maximum(rows.window_start, rows.length - store.config.window)
-        request = exact.row // rows.heads
-        in_window = (exact.position < rows.sink_end[request]) | (exact.position >= start[request])
-        leaving, window = exact.select(~in_window), exact.select(in_window)
-        levels = decide_levels(store, layer, past.tokens, leaving, scores, length)
-        keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
-        arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
-        demoted, matrices = levels[HIGH] == LOW_LEVEL, feedback(store, moment)
-        _write_scores(rows, past, scores, length)
-        rewrites = True
-        rewrite_rows(store.ops, rows, past.tokens, keep, demoted, arriving, matrices)
-    except BaseException as error:
-        # `rewrite_rows` ends with a MemoryError before it changes anything, and with others anywhere
-        if not rewrites or isinstance(error, MemoryError):
-            _write_scores(rows, past, previous)
-            for tensor, old in zip((rows.length, rows.alpha_high, rows.alpha_low), (old_length, *old_alphas)):
-                tensor.copy_(old)
-            store.unfinished -= 1
-        raise
-    if offset is not None:
-        rows.key_offset.copy_(offset)
-    _fill_window(rows, window)
-    rows.window_start.copy_(start)
-    store.forget_bounds()
-    store.unfinished -= 1
+    with Changing(store):
+        try:
+            rows.length.add_(new_count if new.valid is None else new.valid.sum(-1))
+            length = rows.length.repeat_interleave(rows.heads)
+            if received is not None:
+                for tier, layout in enumerate(rows.tiers):
+                    tokens = past.tokens[tier]
+                    previous.append(segments(rows.pages, layout).scores(tokens.page, tokens.slot))
+                    scores.append(previous[tier] + past.gather(received, tier))
+            exact = _exact_tokens(rows, past, source, new.valid, offset, old_length, received)
+            start = torch.maximum(rows.window_start, rows.length - store.config.window)
+            request = exact.row // rows.heads
+            in_window = (exact.position < rows.sink_end[request]) | (exact.position >= start[request])
+            leaving, window = exact.select(~in_window), exact.select(in_window)
+            levels = decide_levels(store, layer, past.tokens, leaving, scores, length)
+            keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
+            arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
+            demoted, matrices = levels[HIGH] == LOW_LEVEL, feedback(store, moment)
+            _write_scores(rows, past, scores, length)
+            rewrites = True
+            rewrite_rows(store.ops, rows, past.tokens, keep, demoted, arriving, matrices)
+        except BaseException as error:
+            # `rewrite_rows` ends with a MemoryError before it changes anything, and with others anywhere
+            if not rewrites or isinstance(error, MemoryError):
+                _write_scores(rows, past, previous)
+                for tensor, old in zip((rows.length, rows.alpha_high, rows.alpha_low), (old_length, *old_alphas)):
+                    tensor.copy_(old)
+                store.unfinished -= 1
+            raise
+        if offset is not None:
+            rows.key_offset.copy_(offset)
+        _fill_window(rows, window)
+        rows.window_start.copy_(start)
+        store.forget_bounds()
 
 
 def _write_scores(rows: LayerRows, past: StoredPast, scores: list[Tensor], length: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.store_prompt.tokens import Placement, PromptTokens
 from ..pages.pool import FREE
-from .state import Store
+from .state import Changing, Store
 from .transform import NewPrompt
 
 
@@ -48,9 +48,8 @@ def store_by_kernels(
     # a layer's first attention, which comes after the plan, tells whether it is centred
     centers = forward.centers[layer] and layer not in store.uncentered
     placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
-    store.unfinished += 1
-    store_prompt(store.rows(layer), tokens, placement, forward.longest[layer], received)
-    store.unfinished -= 1
+    with Changing(store):
+        store_prompt(store.rows(layer), tokens, placement, forward.longest[layer], received)
     store.forget_bounds()
     return True
 

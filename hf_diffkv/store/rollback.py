@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.softmax import Softmax
+from .budget import check_budget
 from .decode import StepAttention
 from .forks import make_private
 from .lowering import give_way
@@ -38,7 +39,7 @@ def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, 
 def _reserve(store: Store, more: int, of_layer: int) -> None:
     """Makes room for `more` bytes of recorded tokens, `of_layer` in each. Raises `MemoryError` if they do not fit."""
     give_way(store, more, of_layer)
-    store.check_budget(more)
+    check_budget(store, more)
 
 
 class RecordedAttention:

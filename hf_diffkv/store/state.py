@@ -169,8 +169,7 @@ class Store:
         self.moments: QueryMoments | None = None
         # layers that are not centred, because their attention does not depend on differences of logits alone
         self.uncentered: set[int] = set()
-        # whether the first tokens of some row may leave the window before the next refresh
-        self.centers_soon = False
+        self.centers_soon = False  # whether the first tokens of some row may leave the window before the next refresh
         self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
         self.sink_end = torch.full_like(self.length, self.sink_slots)
         self.window_start = self.sink_end.clone()
@@ -192,21 +191,18 @@ class Store:
         # changes that have begun and not ended, so that what is stored cannot be told; an error leaves them counted
         self.unfinished = 0
         self.scratch: Scratch | None = None
-        # record of prompt_kernels.py for the current forward of several tokens
-        self.forward: Any = None
+        self.forward: Any = None  # record of prompt_kernels.py for the current forward of several tokens
         # `ops`, and the backend that was forced when they were chosen
         self._ops: Ops | None = None
         self._ops_forced: str | None = None
-        # records of the rows for ops
-        self._kept: KeptRows | None = None
+        self._kept: KeptRows | None = None  # records of the rows for ops
         # tokens per row for which tables and buffers are allocated in advance, so that they stay in place until then
         self.room = 0
         # the host's bounds on the rows, of all layers and by layer, valid for `steps_left` more steps
         self.all_bounds: Bounds | None = None
         self.layer_bounds: list[Bounds] = []
         self.steps_left = 0
-        # stores that share all memory with this one, itself included (see forks.py)
-        self.twins: weakref.WeakSet[Store] | None = None
+        self.twins: weakref.WeakSet[Store] | None = None  # stores that share its memory, itself included (forks.py)
         self.finalizer: weakref.finalize | None = None
         self.update_limit()
 
@@ -419,15 +415,6 @@ class Store:
         """Share of the budget that the device's other stores leave, in bytes; None if unlimited."""
         return None if self.config.max_bytes is None else int(self.config.max_bytes) - self.taken
 
-    def check_budget(self, more: int) -> None:
-        """Sets the pool's limit; raises `MemoryError` unless `more` bytes outside the pool fit into the budget."""
-        self.update_limit(more)
-        if self.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
-            raise MemoryError(
-                f"{more} more bytes do not fit into max_bytes={self.config.max_bytes}; raise max_bytes, or use fewer "
-                "sequences."
-            )
-
     def update_limit(self, more: int = 0) -> None:
         """Sets the pool's page limit to what fits beside all other memory and `more` further bytes.
 
@@ -439,13 +426,11 @@ class Store:
             return
         growth = self.growth() + (max_bytes + self.taken) // GROWTH_PART
         other = self.bytes_beside_pool() + growth + more
-        pages = (max_bytes - other) // (self.layout.page_bytes + PAGE_ENTRIES)
-        if pages < 1:
+        page = self.layout.page_bytes + PAGE_ENTRIES
+        if max_bytes - other < page:
             fixed = self.taken + other - growth + self.growth()
-            raise no_room(
-                self.config, with_growth(fixed + self.layout.page_bytes + PAGE_ENTRIES), self.lowering.moments
-            )
-        self.pool.max_pages = int(pages)
+            raise no_room(self.config, with_growth(fixed + page), self.lowering.moments)
+        self.pool.max_pages = int((max_bytes - other) // page)
 
     def growth(self) -> int:
         """Returns the bytes by which padding and the pool's memory may grow before the next update of the limit."""
@@ -498,3 +483,18 @@ class Store:
         if flag:
             raise too_few_pages()
         return arrays
+
+
+class Changing:
+    """Counts a change of stores as unfinished; it stays counted if it ends with an error."""
+
+    def __init__(self, *stores: Store) -> None:
+        self._stores = stores
+
+    def __enter__(self) -> None:
+        for store in self._stores:
+            store.unfinished += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        for store in self._stores:
+            store.unfinished -= kind is None
