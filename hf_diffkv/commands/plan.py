@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTEXT = 8192
 # what names of rows of compressed caches begin with
-DIFFKV = "DiffKV"
+ROWS_BEGIN = "DiffKV"
 SHARES = (0.0, 0.5, 1.0)
 
 size_options = chain(
@@ -119,7 +119,7 @@ def command(**given: Any) -> None:
         limited = None if config.max_bytes is None else budget
         # dense caches know no budget
         rows = [
-            {"cache": name, **_fit(bytes_of, shape, free, limited if name.startswith(DIFFKV) else None, options)}
+            {"cache": name, **_fit(bytes_of, shape, free, limited if name.startswith(ROWS_BEGIN) else None, options)}
             for name, bytes_of in _caches(shape, config, options.high_share or SHARES).items()
         ]
         filling = _filling(shape, config, model_config if model is None else model, budget, options)
@@ -163,7 +163,7 @@ def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[s
         name = config.low.name if share == 0 else config.high.name if share == 1 else f"{share:.0%} {config.high.name}"
         if config.head_precisions is not None:
             name = f"by head, {name}" if config.selects else "by head"
-        found[f"{DIFFKV}, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
+        found[f"{ROWS_BEGIN}, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
     return found
 
 

@@ -27,8 +27,7 @@ def fork_store(store: Store) -> Store:
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before forking.")
     pages = store.owned_pages().long()
     sharers = [store] if store.twins is None else list(store.twins)
-    # pages that nobody gives back would be lost to all of them
-    with Changing(*sharers):
+    try:
         if store.twins is None:
             store.twins = weakref.WeakSet([store])
             _release_at_end(store)
@@ -37,6 +36,11 @@ def fork_store(store: Store) -> Store:
         twin.__dict__.update(store.__dict__, lowering=replace(store.lowering, together=()), unfinished=0)
         twin.twins.add(twin)
         _release_at_end(twin)
+    except BaseException:
+        # pages that nobody gives back would be lost to all of them; other threads may fork them meanwhile
+        for each in sharers:
+            each.unfinished += 1
+        raise
     return twin
 
 
