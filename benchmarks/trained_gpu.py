@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.calibration.heads import mean_kl
 from hf_diffkv.compat import passing
 from hf_diffkv.running.models import load_model
 
@@ -42,18 +43,13 @@ def documents(tokenizer: Any, count: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def read(model: PreTrainedModel, cache: Cache, ids: Tensor, attention: str) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of `MORE` tokens read at once and of `STEPS` read one by one, [tokens, vocabulary]."""
+    """Returns logits of `MORE` tokens read at once and of `STEPS` read one by one, [tokens, vocabulary]."""
     model.set_attn_implementation(attention)
     prompt, more, steps = ids[None].split([LENGTH, MORE, STEPS], dim=1)
     model(prompt, **passing(cache), logits_to_keep=1)
     at_once = model(more, **passing(cache)).logits[0]
     singly = [model(token, **passing(cache)).logits[0] for token in steps.split(1, dim=1)]
-    return tuple(logits.float().log_softmax(-1) for logits in (at_once, torch.cat(singly)))
-
-
-def divergence(got: Tensor, dense: Tensor) -> float:
-    """Mean KL divergence from the dense cache, nats per token."""
-    return float((dense.exp() * (dense - got)).sum(-1).clamp(min=0).mean())
+    return at_once.float(), torch.cat(singly).float()
 
 
 def measure(session: Session, model: PreTrainedModel, name: str, texts: Tensor) -> None:
@@ -72,7 +68,7 @@ def measure(session: Session, model: PreTrainedModel, name: str, texts: Tensor) 
             if isinstance(cache, DiffKVCache):
                 memory = cache.memory()
                 share = memory.bytes / memory.dense_bytes
-            pair = (divergence(mine, theirs) for mine, theirs in zip(got, dense))
+            pair = (mean_kl(theirs, theirs.softmax(-1), mine) for mine, theirs in zip(got, dense))
             found[label].append((*pair, float(same.float().mean()), share))
     for label, values in found.items():
         at_once, singly, same, share = map(statistics.fmean, zip(*values))

@@ -97,6 +97,13 @@ def tiny_model(
     return model
 
 
+def with_plain_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model, whose experts, if it has any, are computed one by one: grouped products know few dtypes."""
+    if getattr(model, "set_experts_implementation", None) is not None:
+        model.set_experts_implementation("eager")
+    return model
+
+
 def _gain(path: str, sharpness: float) -> float:
     return sharpness if any(part in path for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
@@ -31,16 +32,14 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..config import DiffKVConfig
     from ..heads.allocation import Loss
     from ..planning import BudgetPlan, ModelShape
 
 DEFAULT_CONTEXT = 8192
-# what names of rows of compressed caches begin with
-ROWS_BEGIN = "DiffKV"
 SHARES = (0.0, 0.5, 1.0)
+# from the number of tokens to the bytes of one request
+BytesOf = Callable[[int], int]
 
 size_options = chain(
     click.option("--memory", type=Bytes(), required=True, help="Memory of the device, for example 24GB."),
@@ -116,11 +115,13 @@ def command(**given: Any) -> None:
     losses = loss_curve(config.calibration or {}, [] if own is None else [own])
     try:
         budget = _budget(shape, config, free, options)
-        limited = None if config.max_bytes is None else budget
+        compressed = _compressed(shape, config, options.high_share or SHARES)
         # dense caches know no budget
+        tables = ((_dense(shape), None), (compressed, None if config.max_bytes is None else budget))
         rows = [
-            {"cache": name, **_fit(bytes_of, shape, free, limited if name.startswith(ROWS_BEGIN) else None, options)}
-            for name, bytes_of in _caches(shape, config, options.high_share or SHARES).items()
+            {"cache": name, **_fit(bytes_of, shape, free, limit, options)}
+            for caches, limit in tables
+            for name, bytes_of in caches.items()
         ]
         filling = _filling(shape, config, model_config if model is None else model, budget, options)
     except ValueError as error:
@@ -149,21 +150,26 @@ def command(**given: Any) -> None:
         progress(paragraph(note), options.as_json)
 
 
-def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[str, Callable[[int], int]]:
-    """Returns, for each cache, a function from the number of tokens to the bytes of one request."""
+def _dense(shape: ModelShape) -> dict[str, BytesOf]:
+    """Returns the function of each uncompressed cache."""
     from ..planning import FP8_BYTES
 
-    dense = str(shape.dtype).removeprefix("torch.")
-    found: dict[str, Callable[[int], int]] = {
-        f"dense, {dense}": shape.dense_bytes,
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return {
+        f"dense, {dtype}": shape.dense_bytes,
         "dense, fp8": lambda tokens: shape.dense_bytes(tokens, FP8_BYTES),
     }
+
+
+def _compressed(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[str, BytesOf]:
+    """Returns the function of each compressed cache."""
+    found: dict[str, BytesOf] = {}
     # if levels do not depend on significance, all stored tokens are high
     for share in dict.fromkeys(sorted(shares, reverse=True)) if config.selects else (1.0,):
         name = config.low.name if share == 0 else config.high.name if share == 1 else f"{share:.0%} {config.high.name}"
         if config.head_precisions is not None:
             name = f"by head, {name}" if config.selects else "by head"
-        found[f"{ROWS_BEGIN}, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
+        found[f"DiffKV, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
     return found
 
 
@@ -207,7 +213,7 @@ def _filling(
 
 
 def _fit(
-    bytes_of: Callable[[int], int], shape: ModelShape, free: int, budget: int | None, options: SimpleNamespace
+    bytes_of: BytesOf, shape: ModelShape, free: int, budget: int | None, options: SimpleNamespace
 ) -> dict[str, int | float]:
     """Returns what fits into `free` bytes, of which compressed layers take at most `budget`; None is unlimited."""
     from ..planning import MOST_PLANNED, longest

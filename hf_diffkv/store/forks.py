@@ -25,20 +25,18 @@ def fork_store(store: Store) -> Store:
     settle(store)
     if any(recorded is not None for recorded in store.recorded):
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before forking.")
-    pages = store.owned_pages().long()
-    sharers = [store] if store.twins is None else list(store.twins)
     try:
         if store.twins is None:
             store.twins = weakref.WeakSet([store])
             _release_at_end(store)
-        store.pool.share(pages)
+        store.pool.share(store.owned_pages())
         twin = object.__new__(Store)
-        twin.__dict__.update(store.__dict__, lowering=replace(store.lowering, together=()), unfinished=0)
+        twin.__dict__.update(store.__dict__, lowering=replace(store.lowering, together=()))
         twin.twins.add(twin)
         _release_at_end(twin)
     except BaseException:
         # pages that nobody gives back would be lost to all of them; other threads may fork them meanwhile
-        for each in sharers:
+        for each in list(store.twins or [store]):
             each.unfinished += 1
         raise
     return twin

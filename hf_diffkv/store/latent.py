@@ -20,10 +20,9 @@ from ..ops.prefill_attention.reference import dense_tokens
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
 from ..pages import EarlierTokens
-from .lowering import make_room_for_prompt
-from .prompt import StoredPast, compress
+from .prompt import StoredPast, admitted, compress
 from .state import Store
-from .transform import NewPrompt, model_form, model_keys
+from .transform import model_form, model_keys
 
 # turns latents and rotary keys, [batch, 1, tokens, dim], into keys and values of all heads, [batch, heads, tokens, dim]
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -56,9 +55,7 @@ class ExpandedAttention:
         mask: Tensor | None,
     ) -> None:
         self._store, self._layer, self._expand, self._mask = store, layer, expand, mask
-        self._new = NewPrompt.checked(store, layer, rope, latent, valid)
-        if store.lowering.active:
-            make_room_for_prompt(store, latent.shape[2], valid)
+        self._new = admitted(store, layer, rope, latent, valid)
         self._dense = rope, latent
 
     def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:

@@ -35,6 +35,19 @@ from .transform import (
 )
 
 
+def admitted(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> NewPrompt:
+    """Returns a layer's new tokens after they were checked and, with `until_full`, room was made for them.
+
+    Raises:
+        ValueError: keys or values are not finite.
+        MemoryError: the tokens do not fit into `max_bytes` with `until_full`; nothing has changed.
+    """
+    new = NewPrompt.checked(store, layer, key, value, valid)
+    if store.lowering.active:
+        make_room_for_prompt(store, key.shape[2], valid)
+    return new
+
+
 class PromptAttention:
     """Several new tokens of a layer, to which that layer and perhaps later ones attend.
 
@@ -62,9 +75,7 @@ class PromptAttention:
         mask: Tensor | None = None,
     ) -> None:
         self._store, self._layer = store, layer
-        self._new, self._mask = NewPrompt.checked(store, layer, key, value, valid), mask
-        if store.lowering.active:
-            make_room_for_prompt(store, key.shape[2], valid)
+        self._new, self._mask = admitted(store, layer, key, value, valid), mask
         self._received: Tensor | None = None
         self._moment: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Continuous batching on a GPU: requests get the text of `generate()`, captured steps and sampling included."""
+"""Continuous batching on a GPU: requests get the text of `generate()`, captured steps included."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_model
+from tiny_models import tiny_model, with_plain_experts
 from transformers import PreTrainedModel
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
     pytest.skip("continuous batching needs Transformers 5.23", allow_module_level=True)
 pytest.importorskip("hf_diffkv_serving")
 
-from batching import LOSSLESS, check_empty, chunks, prompts, request_config  # noqa: E402
+from batching import LOSSLESS, LOSSY, check_empty, chunks, prompts, request_config  # noqa: E402
 
 from hf_diffkv import DiffKVCache, DiffKVConfig  # noqa: E402
 from hf_diffkv.compat import passing  # noqa: E402
 
-LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
 LENGTHS = (5, 150, 80, 1, 12, 64, 190, 90, 400)
 
 
@@ -66,9 +65,7 @@ def generated(model: PreTrainedModel, given: list[list[int]], config: DiffKVConf
 @pytest.mark.parametrize("captured", [False, True])
 def test_lossless_requests(device, name: str, captured: bool) -> None:
     """float32, prompts in chunks of 64 beside steps."""
-    model = tiny_model(name, "eager" if name == "gpt_oss" else "sdpa").to(device)
-    if name == "gpt_oss":
-        model.set_experts_implementation("eager")
+    model = with_plain_experts(tiny_model(name, "eager" if name == "gpt_oss" else "sdpa")).to(device)
     given = prompts(LENGTHS)
     want = generated(model, given, None)
     config = request_config(DiffKVConfig.lossless(window=8, cuda_graphs=captured))

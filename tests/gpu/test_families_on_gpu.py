@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import FAMILIES
-from tiny_models import greedy, ragged_prompts, tiny_model
+from tiny_models import greedy, ragged_prompts, tiny_model, with_plain_experts
 from torch import Tensor
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -31,10 +31,7 @@ SHAPES = {"gemma2": (4, 2, 256), "gemma3_text": (4, 1, 256), "gpt_oss": (16, 2, 
 def build(name: str) -> PreTrainedModel:
     if name not in CONFIG_MAPPING:
         pytest.skip("this release of Transformers does not have it")
-    model = tiny_model(name, "eager", **FAMILIES[name].options)
-    if getattr(model, "set_experts_implementation", None) is not None:
-        model.set_experts_implementation("eager")
-    return model
+    return with_plain_experts(tiny_model(name, "eager", **FAMILIES[name].options))
 
 
 def forced(model: PreTrainedModel, cache: Cache, attention: str) -> Tensor:
@@ -89,9 +86,9 @@ def test_prompts_in_16_bits_are_as_exact_as_of_a_dense_cache(device, name: str, 
     """The yardstick is the same model in float32."""
     heads, kv_heads, dim = SHAPES[name]
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "hidden_size": 128}
-    model = tiny_model(name, "eager", **{**FAMILIES[name].options, **ONE_EXPERT, **sizes}).to(device)
-    if getattr(model, "set_experts_implementation", None) is not None:
-        model.set_experts_implementation("eager")
+    model = with_plain_experts(tiny_model(name, "eager", **{**FAMILIES[name].options, **ONE_EXPERT, **sizes})).to(
+        device
+    )
     exact = forced(model, DynamicCache(config=model.config), "eager")
     model = model.to(dtype)
     dense = distance(forced(model, DynamicCache(config=model.config), "eager"), exact)
