@@ -162,7 +162,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
         version = content["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CacheFileError(f"{path} is not a saved DiffKV cache: {error}") from error
     if not isinstance(version, int):
         raise CacheFileError(f"{path} is not a saved DiffKV cache: its format version is {version!r}.")

@@ -160,7 +160,9 @@ class FolderTier:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
             for path in self.folder.glob(PARTIAL + "*"):
-                shutil.rmtree(path)
+                # other names are not the store's
+                if ENTRY_NAME.fullmatch(path.name.removeprefix(PARTIAL)) and path.is_dir():
+                    shutil.rmtree(path)
             yield
 
     def names(self) -> list[str]:

@@ -151,6 +151,14 @@ def test_a_file_in_place_of_a_prefix(model: PreTrainedModel, runs: list[Run], tm
     assert not store.contains(runs[0].ids) and not list(store)
 
 
+@pytest.mark.parametrize("name", [PARTIAL + "notes", PARTIAL + "0" * 16 + "-30-" + "0" * 32])
+def test_a_foreign_file_with_a_partial_name(name: str, model: PreTrainedModel, runs: list[Run], tmp_path: Path) -> None:
+    (tmp_path / name).write_text("foreign")
+    store = filled(model, tmp_path, runs[:1])
+    assert_finds(store, runs, 30)
+    assert (tmp_path / name).read_text() == "foreign"
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
