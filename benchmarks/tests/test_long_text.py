@@ -66,3 +66,12 @@ def test_a_run(long_text: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
     content = json.loads(path.read_text())
     assert [row["length"] for row in content["rows"]] == [100] and content["environment"]["torch"]
     assert len(long_text.modules()) > 20
+
+
+def test_essays(long_text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join(map(str, range(90_000)))
+    monkeypatch.setattr(long_text.wheels, "ruler_texts", {"PaulGrahamEssays": {"text": text}}.__getitem__)
+    parts = long_text.essays()
+    assert "".join(parts) == text[: len(parts) * long_text.ESSAYS] and len(parts) == len(text) // long_text.ESSAYS
+    document = long_text.document_of("essays", AutoTokenizer.from_pretrained(TINY_LM), 0, 1000, 100)
+    assert (len(document.context), len(document.continuation)) == (1000, 100)

@@ -87,8 +87,7 @@ def _encode_once(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def squad() -> list[Passage]:
     """Reads passages of SQuAD, with the first question of each that has an answer."""
-    path = wheels.site() / wheels.RULER / "data" / "synthetic" / "json" / "squad.json"
-    return list(_answered(json.loads(path.read_text(encoding="utf-8"))))
+    return list(_answered(wheels.ruler_texts("squad")))
 
 
 def _answered(data: dict[str, Any]) -> Iterator[Passage]:

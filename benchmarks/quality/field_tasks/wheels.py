@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.running.models import CHECKOUT
@@ -41,6 +43,12 @@ def site() -> Path:
     if not marker.is_file() or marker.read_text().split() != list(WHEELS):
         raise EvaluationError("the data of these tasks is not there; fetch it with: make field-data")
     return folder
+
+
+def ruler_texts(name: str) -> Any:
+    """Returns the content of one of RULER's JSON files of texts. Raises `EvaluationError` if they were not fetched."""
+    path = site() / RULER / "data" / "synthetic" / "json" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def fetch() -> Path:
