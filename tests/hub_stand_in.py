@@ -19,6 +19,7 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         repositories: content of each repository's files, by id and name.
         private: ids of repositories that need the token.
+        cut_off: (id, name) of files whose downloads break off half-way.
         fetched: (id, name) of every file that was sent, in order.
     """
 
@@ -28,6 +29,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
+        self.cut_off: set[tuple[str, str]] = set()
         self.fetched: list[tuple[str, str]] = []
 
     def __enter__(self) -> Hub:
@@ -95,9 +97,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, X_Error_Code="RevisionNotFound")
         if name not in files:
             return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+        content, headers = files[name], {"ETag": f'"{hashlib.sha1(files[name]).hexdigest()}"'}
         if self.command == "GET":
             self.server.fetched.append((repo, name))
-        self.answer(200, files[name], ETag=f'"{hashlib.sha1(files[name]).hexdigest()}"', X_Repo_Commit=commit)
+            if (repo, name) in self.server.cut_off:
+                headers["Content-Length"] = str(len(content))
+                content = content[: len(content) // 2]
+        self.answer(200, content, X_Repo_Commit=commit, **headers)
 
     def send_listing(self, repo: str) -> None:
         if self.may_read(repo):

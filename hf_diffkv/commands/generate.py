@@ -191,8 +191,6 @@ def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
 
     try:
         progress(f"{'' if options.no_compare else '[1/2] '}{job.cache}: loading {options.model}", options.quiet)
-        if job.echo and job.stream:
-            print(f"... {job.turns[0][-60:]}", end="\n" if job.chat else "", flush=True)
         if options.no_compare:
             hide_progress_bars(options.quiet)
             return [compare.execute_here(job)]

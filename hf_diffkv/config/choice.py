@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..arguments import as_ratio
@@ -19,7 +19,12 @@ Choice = tuple[dict[str, Any], dict[str, Any] | None]
 
 
 def choose(
-    model: Any, model_config: Any, preset: str | None, target_ratio: float | None, given: Mapping[str, Any]
+    model: Any,
+    model_config: Any,
+    preset: str | None,
+    target_ratio: float | None,
+    given: Mapping[str, Any],
+    check: Callable[[dict[str, Any]], Any],
 ) -> Choice:
     """Chooses the fields of a model's configuration.
 
@@ -29,6 +34,7 @@ def choose(
         preset: name of a preset, which stands for a ratio if heads were measured.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, or None.
         given: fields that the user sets.
+        check: raises `ValueError` for wrong fields of a file.
 
     Raises:
         ValueError: the preset does not exist, a preset and a ratio are both given, or the ratio cannot be met.
@@ -40,7 +46,7 @@ def choose(
     latent = latent_dims(model_config) is not None
     if LEVEL_FIELDS & set(given):
         return (latent_choice(model_config, preset, None, given) if latent else named or plain), None
-    saved = _saved(model)
+    saved = _saved(model, check)
     if saved is not None and preset is None and target_ratio is None:
         return saved
     if latent:
@@ -79,12 +85,14 @@ def _within(ratio: float, calibration: dict[str, Any], given: Mapping[str, Any])
     return {**MEASURED_FIELDS, **fields}, calibration
 
 
-def _saved(model: Any) -> Choice | None:
+def _saved(model: Any, check: Callable[[dict[str, Any]], Any]) -> Choice | None:
+    """Reads the configuration beside a model. A complaint names the file, of which the user may not know."""
     path = lookup.beside(model)
     if path is None:
         return None
     try:
         fields, calibration = files.from_text(path.read_bytes())
+        check(fields)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return files.completed(fields), calibration

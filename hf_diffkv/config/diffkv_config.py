@@ -321,7 +321,7 @@ class DiffKVConfig:
         from .choice import choose
 
         cls._check_names(kwargs, _CHOICES)
-        chosen, calibration = choose(model, configuration_of(model), preset, target_ratio, kwargs)
+        chosen, calibration = choose(model, configuration_of(model), preset, target_ratio, kwargs, cls.from_dict)
         return with_calibration(cls(**{**chosen, **kwargs}), calibration)
 
     def with_ratio(self, target_ratio: float) -> DiffKVConfig:

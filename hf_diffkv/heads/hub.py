@@ -66,6 +66,10 @@ def find(
         ) from error
     except errors.HfHubHTTPError as error:
         raise _hub_error(error, repo, revision, "read") from error
+    # a download that broke off; HTTPError belongs to the HTTP client that the Hub's library uses
+    except errors.HTTPError as error:
+        reason = " ".join(str(error).split())
+        raise OSError(f"cannot download {CONFIG_NAME} of {repo} ({reason}); try again later.") from error
     return Path(found)
 
 
@@ -108,7 +112,7 @@ def queries(repo: str, commit: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(repo, QUERIES_NAME, revision=commit))
-    except (errors.EntryNotFoundError, errors.HfHubHTTPError, OSError):
+    except (errors.EntryNotFoundError, errors.HTTPError, OSError):
         return None
 
 

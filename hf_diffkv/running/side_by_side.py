@@ -51,6 +51,8 @@ EXPECTED_ERRORS = (
     ImportError,
 )
 WARM_UP_TOKENS = 3
+# number of characters of a prompt's end that are printed before its answer
+ECHOED = 60
 # exit code of a process that SIGPIPE ended, as shells report it
 BROKEN_PIPE = 141
 # exit code of a process that SIGTERM ended
@@ -226,6 +228,8 @@ def execute(job: Job) -> FinishedRun:
     _warm_up(model, prompt, job)
     peak = PeakMemory(torch.device(job.device))
     streamer = _TimedStreamer(tokenizer, job)
+    # only now, as progress bars and the log come before
+    streamer.say(f"... {job.turns[0][-ECHOED:]}" + ("\n" if job.chat else ""))
     torch.manual_seed(job.seed)
     options = {"max_new_tokens": job.max_new_tokens, "do_sample": job.sample, **(job.sampling if job.sample else {})}
     generated = []

@@ -76,6 +76,16 @@ def test_run_equals_plain_generation_with_a_dense_cache() -> None:
     assert run.levels is None and run.payload_bytes is None
 
 
+def test_the_end_of_the_prompt_stands_right_before_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """What loading prints comes before both."""
+    given = dataclasses.replace(job(DIFFKV), turns=TURNS[:1], stream=True)
+    (answer,) = compare.execute(given).answers
+    assert answer.endswith("\n") and len(TURNS[0]) > 60
+    assert capsys.readouterr().out == f"... {TURNS[0][-60:]}{answer}"
+    assert compare.execute(dataclasses.replace(given, echo=False)).answers == [answer]
+    assert capsys.readouterr().out == answer
+
+
 def test_generate_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "folder"
     text = PROMPT_FILE.read_text().removesuffix("\n")[-900:]

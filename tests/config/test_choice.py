@@ -116,9 +116,10 @@ def test_a_file_beside_the_model_comes_first(tmp_path: Path) -> None:
     # with what was measured in it, another ratio follows from the file alone
     lookup.user_folder().joinpath(f"{model_digest(model)}.json").unlink()
     assert DiffKVCache(loaded.config, "quality").config == calibrated.with_ratio(0.27)
-    (tmp_path / "model" / "diffkv_config.json").write_text("{")
-    with pytest.raises(ValueError, match="diffkv_config.json"):
-        DiffKVCache(loaded)
+    for content in ("{", '{"windwo": 7}', '{"window": "wide"}'):
+        (tmp_path / "model" / "diffkv_config.json").write_text(content)
+        with pytest.raises(ValueError, match="model/diffkv_config.json: "):
+            DiffKVCache(loaded)
 
 
 @pytest.mark.parametrize("shards", ["50GB", "200KB"])

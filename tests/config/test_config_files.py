@@ -187,6 +187,20 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
     assert read("/no/such/folder").startswith(expected)
 
 
+def test_downloads_that_break_off(hub: Hub, tmp_path: Path) -> None:
+    files = {CONFIG_NAME: DiffKVConfig().to_json().encode(), QUERIES_NAME: b"moments"}
+    hub.repositories["org/name"] = files
+    hub.cut_off = {("org/name", name) for name in files}
+    # the Hub's library waits between its attempts
+    at_once = "import time; time.sleep = lambda seconds: None; from hf_diffkv.heads.hub import configuration, queries; "
+    read = f"{at_once}print(queries('org/name', 'main')); DiffKVConfig.from_pretrained('org/name')"
+    found = client(hub, tmp_path, read)
+    assert found.startswith(f"None\nOSError cannot download {CONFIG_NAME} of org/name (")
+    hub.repositories["org/name"]["config.json"] = b"{}"
+    ask = "from huggingface_hub import hf_hub_download as get; get('org/name', 'config.json'); "
+    assert client(hub, tmp_path, f"{at_once}{ask}print(configuration('org/name'))") == "None"
+
+
 @pytest.mark.slow
 def test_what_may_not_be_written(hub: Hub, tmp_path: Path) -> None:
     def push(name: str, **environment: str) -> str:

@@ -186,13 +186,18 @@ class Generator:
         """Checks what the visitor entered.
 
         Raises:
-            InputError: nothing to continue, too long a text, or a chat template that fails.
+            InputError: nothing to continue, half a character, too long a text, or a chat template that fails.
         """
         if not entered.text.strip():
             raise InputError("The prompt is empty; enter a text to continue.")
         if not entered.max_new_tokens:
             raise InputError("Nothing is to be generated; set tokens to at least 1.")
         text = entered.text
+        try:
+            # browsers send half of a character, such as a broken emoji, as it is
+            (text + entered.system).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError("The text has half a character, such as a broken emoji; delete it.") from error
         if entered.chat:
             try:
                 text = chat_turns(self.tokenizer, [text], entered.system.strip() or None)[0]

@@ -165,6 +165,12 @@ def test_a_chat_template_that_fails_is_explained() -> None:
         generator.prepare(Entered("a", 1, DiffKVConfig(), "own", chat=True, system="b"))
 
 
+@pytest.mark.parametrize("texts", [{"text": "a\ud83d"}, {"text": "a", "system": "\ude00"}], ids=["text", "system"])
+def test_half_a_character_is_explained(texts: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="The text has half a character"):
+        Generator("tiny-lm").prepare(Entered(max_new_tokens=1, config=DiffKVConfig(), setting="own", **texts))
+
+
 def test_the_bundled_model_stands_in_for_the_default_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     resolve = generation.resolve_model
     monkeypatch.setattr(generation, "resolve_model", lambda name: str(tmp_path) if name == "smollm2" else resolve(name))
