@@ -23,6 +23,7 @@ from hf_diffkv.prefixes.stats import ExpectedPrefix
 from .attention import PackedCache
 from .beginnings import Beginnings
 from .first_tokens import FirstTokens
+from .growing import NO_MEMORY
 from .memory import Moment, ServingMemory
 from .slots import Slots
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 # what stands behind the placeholders of its prompts, which have no images
 TEXT_ALONE: dict[str, Any] = {}
-NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("hf_diffkv")
 
 
@@ -354,7 +354,11 @@ class ContinuousCache(PackedCache):
         for count, request_id in enumerate(dst_req_ids):
             made = self._make_room(None, 0)
             source = self._slot_of.get(src_state.request_id)
-            twin = self.slots.fork(source) if made else None
+            try:
+                twin = self.slots.fork(source) if made else None
+            except MemoryError as error:
+                _logger.warning("request %s computes its prompt itself: %s", request_id, error)
+                twin = None
             if twin is None:
                 return dst_req_ids[:count]
             self._slot_of[request_id] = twin
