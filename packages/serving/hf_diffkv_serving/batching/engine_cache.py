@@ -284,7 +284,7 @@ class ContinuousCache(PackedCache):
         found = [ExpectedPrefix()] * len(waiting)
         try:
             found = self.prefixes.look_ahead(list(self._prompts.values()), load, [TEXT_ALONE] * len(waiting))
-        except OSError as error:
+        except (OSError, *NO_MEMORY) as error:
             _logger.warning("prefixes cannot be looked up: %s", error)
         self._expected = dict(zip(self._prompts, found))
         self._differs.intersection_update(waiting)

@@ -13,6 +13,8 @@ from test_continuous import Watch
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
+from hf_diffkv import PrefixStore
+
 
 @pytest.fixture
 def model() -> PreTrainedModel:
@@ -90,3 +92,18 @@ def test_all_are_told_of_a_device_that_takes_nothing_back(
     assert result.generated_tokens == expected(model, given[0])
     assert found is not spoiled
     check_empty(found.slots)
+
+
+def test_prefixes_that_are_looked_up_without_memory_are_not_used(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_once(monkeypatch, PrefixStore, "look_ahead", MemoryError("no memory"))
+    given = prompts((30, 20, 12))
+    answers = [expected(model, ids) for ids in given]
+    manager = model.init_continuous_batching(request_config(LOSSLESS), chunks())
+    manager.use_prefixes(PrefixStore(model, LOSSLESS, device_bytes=1 << 20))
+    manager.start()
+    for ids, answer in zip(given, answers):
+        name = manager.add_request(ids, max_new_tokens=NEW)
+        assert manager.get_result(name, timeout=20).generated_tokens == answer
+    manager.stop()
