@@ -87,6 +87,9 @@ def read_prompts(path: Path) -> list[str]:
         sys.exit(f"cannot read --prompts {path}: {error.strerror}.")
     except (ValueError, KeyError, TypeError) as error:
         sys.exit(f'--prompts {path}: every line must be a JSON object with "prompt" ({error!r}).')
+    wrong = [prompt for prompt in prompts if not isinstance(prompt, str) or not prompt]
+    if wrong:
+        sys.exit(f"--prompts {path} has {wrong[0]!r} as a prompt; each must be a text that is not empty.")
     if not prompts:
         sys.exit(f"--prompts {path} has no prompts.")
     return prompts

@@ -252,11 +252,14 @@ class Requests:
 
     def announce(self, window: list[tuple[str, Entry | None]]) -> None:
         """Replaces the look-ahead window."""
-        for entry in _entries(self._window):
-            entry.score -= 1
-        for entry in _entries(window):
-            entry.score += 1
-        self._window = window
+        # one at a time, so that the window has what counts where this is interrupted
+        while self._window:
+            for entry in _entries([self._window.pop()]):
+                entry.score -= 1
+        for one in window:
+            self._window.append(one)
+            for entry in _entries([one]):
+                entry.score += 1
 
     def dispatch(self, prompt: str, entry: Entry | None, cache: DiffKVCache) -> None:
         """Notes that the request named `prompt` runs with `cache`, on the prefix `entry`."""

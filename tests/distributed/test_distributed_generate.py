@@ -78,7 +78,16 @@ def test_more_processes_than_prompts(prompts: Path, alone: list[dict[str, Any]],
     assert re.search(r"^ +1 +0 +0 ", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("content, words", [("", "no prompts"), ('{"text": "a"}', "JSON object")])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("", "no prompts"),
+        ('{"text": "a"}', "JSON object"),
+        ('{"prompt": "a"}\n{"prompt": [3]}', r"has \[3\] as a prompt"),
+        ('{"prompt": null}', "has None as a prompt"),
+        ('{"prompt": ""}', "has '' as a prompt"),
+    ],
+)
 def test_files_without_prompts(content: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)

@@ -6,6 +6,7 @@ import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from runs import CONFIG, model_of, started
 
 from hf_diffkv import PrefixStore
 from hf_diffkv.prefixes import store as store_module
+from hf_diffkv.prefixes.hierarchy import Entry, Requests
 from hf_diffkv.prefixes.tiers import MemoryTier, Rank, choose_victims
 
 TIERS = ("device", "host", "disk")
@@ -214,3 +216,23 @@ def test_host_and_device_are_one_on_a_cpu() -> None:
     model = model_of(num_hidden_layers=1)
     store = PrefixStore(model, CONFIG, device_bytes=10, host_bytes=90)
     assert [(tier.name, tier.limit) for tier in store._tiers.tiers] == [("device", 100)]
+
+
+def test_an_interrupted_announcement_leaves_no_wrong_scores() -> None:
+    class Interrupted(Entry):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "score" and interrupts:
+                raise interrupts.pop()
+
+    interrupts: list[BaseException] = []
+    entries = [Entry(4), Interrupted(5), Entry(6)]
+    window = [(str(entry.length), entry) for entry in entries]
+    requests = Requests()
+    for after in (window, []):
+        requests.announce(window[:1])
+        interrupts.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            requests.announce(window)
+        requests.announce(after)
+        assert [entry.score for entry in entries] == [int(bool(after))] * 3

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,12 +107,11 @@ class ChunkFormat:
         chosen = self.heads(layers, kv_heads)
         return [_Part(heads, side, bits) for p, heads in chosen for side, bits in enumerate((p.k_bits, p.v_bits))]
 
-    @cached_property
-    def digest(self) -> bytes:
-        """Digest of all settings, HEADER_BYTES long."""
+    def digest(self, dtype: torch.dtype) -> bytes:
+        """Digest of all settings and the dtype of a chunk, HEADER_BYTES long."""
         layers = self.head_precisions or ((self.precision,),)
         names = [[precision.full_name for precision in layer] for layer in layers]
-        text = json.dumps([1, self.head_dim, self.head_precisions is None, names])
+        text = json.dumps([1, self.head_dim, self.head_precisions is None, names, str(dtype)])
         return hashlib.sha256(text.encode()).digest()[:HEADER_BYTES]
 
     def encode(self, chunk: Tensor) -> Tensor:
@@ -121,7 +119,7 @@ class ChunkFormat:
         layers, tokens, kv_heads = self.shape(chunk.shape, chunk.dtype)
         by_head = chunk.reshape(2, layers, tokens, kv_heads, self.head_dim).movedim(3, 2).flatten(1, 2)
         matrix = self._matrix(chunk)
-        parts = [torch.frombuffer(bytearray(self.digest), dtype=torch.uint8).to(chunk.device)]
+        parts = [torch.frombuffer(bytearray(self.digest(chunk.dtype)), dtype=torch.uint8).to(chunk.device)]
         for part in self._parts(layers, kv_heads):
             vectors = by_head[part.side, part.heads].float()
             if part.centered:
@@ -144,8 +142,10 @@ class ChunkFormat:
         size = self.size(chunk.shape, chunk.dtype)
         if data.numel() < size:
             raise ValueError(f"a stored chunk has {data.numel()} bytes of {size}; remove it from the store.")
-        if bytes(data[:HEADER_BYTES].tolist()) != self.digest:
-            raise ValueError("a stored chunk was made by other settings; give each setting a store of its own.")
+        if bytes(data[:HEADER_BYTES].tolist()) != self.digest(chunk.dtype):
+            raise ValueError(
+                "a stored chunk was made by other settings or of another dtype; give each a store of its own."
+            )
         by_head = torch.empty(2, layers * kv_heads, tokens, self.head_dim, dtype=chunk.dtype, device=chunk.device)
         matrix, reader = self._matrix(chunk), _Reader(data.to(chunk.device), HEADER_BYTES)
         for part in self._parts(layers, kv_heads):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,7 @@ def _asked() -> Feature:
     return Feature(BATCHING.lost, tuple(map(PrivateName, [owner] * len(shared), shared, parameters)))
 
 
+_logger = logging.getLogger("hf_diffkv")
 CALLED = _asked()
 CALLED.require()
 
@@ -203,6 +205,17 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         self.scheduler.records.close(state.request_id, "error")
         self.cache.beginnings.remove(state.request_id)
         super()._handle_request_error(error, state)
+
+    def fail_all_requests(self, error: Exception) -> None:
+        """Fails all requests, and tells all of them before memory is given back: a device that failed takes none."""
+        for state in self.scheduler.active_requests.values():
+            self._handle_request_error(error, state)
+        self.scheduler.active_requests.clear()
+        super().fail_all_requests(error)
+        try:
+            self.cache.free_all_requests()
+        except Exception:
+            _logger.exception("what requests held cannot be given back")
 
     def update_batch(self) -> None:
         """Hands out the new tokens of the forward that has just run."""

@@ -23,6 +23,7 @@ from hf_diffkv.prefixes.stats import ExpectedPrefix
 from .attention import PackedCache
 from .beginnings import Beginnings
 from .first_tokens import FirstTokens
+from .growing import NO_MEMORY
 from .memory import Moment, ServingMemory
 from .slots import Slots
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 # what stands behind the placeholders of its prompts, which have no images
 TEXT_ALONE: dict[str, Any] = {}
-NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("hf_diffkv")
 
 
@@ -284,7 +284,7 @@ class ContinuousCache(PackedCache):
         found = [ExpectedPrefix()] * len(waiting)
         try:
             found = self.prefixes.look_ahead(list(self._prompts.values()), load, [TEXT_ALONE] * len(waiting))
-        except OSError as error:
+        except (OSError, *NO_MEMORY) as error:
             _logger.warning("prefixes cannot be looked up: %s", error)
         self._expected = dict(zip(self._prompts, found))
         self._differs.intersection_update(waiting)
@@ -354,7 +354,11 @@ class ContinuousCache(PackedCache):
         for count, request_id in enumerate(dst_req_ids):
             made = self._make_room(None, 0)
             source = self._slot_of.get(src_state.request_id)
-            twin = self.slots.fork(source) if made else None
+            try:
+                twin = self.slots.fork(source) if made else None
+            except MemoryError as error:
+                _logger.warning("request %s computes its prompt itself: %s", request_id, error)
+                twin = None
             if twin is None:
                 return dst_req_ids[:count]
             self._slot_of[request_id] = twin

@@ -94,7 +94,6 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._moving = False
         # the base would switch the attention back while its loop may still be running
         self._stopping = False
-        # of the requests under way
         self.records = Records()
         # what ended the engine, known before its last outputs come
         self.failure: Exception | None = None
@@ -148,7 +147,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
-            self.failure = None
+            if self.failure is not None:
+                # what it had begun to change may be half changed
+                self._cache = self.batch_processor = self.failure = None
             try:
                 # requests may be added from here on, and ask for room
                 self._made_cache()
@@ -211,14 +212,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """
         marks = check_marks(boundaries, len(input_ids))
         check_logprobs(logit_processor_kwargs.get("sampling"), self.continuous_batching_config.return_logprobs)
-        found = brought.get()
         if request_id is None and marks:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         if request_id is not None:
             record = self.records.open(request_id, len(input_ids), marks)
-            if found is not None:
+            if (found := brought.get()) is not None:
                 found.append(record)
         options = (request_id, max_new_tokens, streaming, record_timestamps, eos_token_id)
         added = None

@@ -99,13 +99,19 @@ class SlotRoom:
         try:
             for size in dict.fromkeys([between, (slots, tokens)]):
                 self._set_limits(np.minimum(self.limits(*size), self.limits(self.slots, self.tokens)))
-                for part in self._parts:
-                    part.resize(*size)
-                for other in self._others:
-                    other.resize(*size)
+                try:
+                    self._resize(*size)
+                except BaseException:
+                    # all have one size, also those that were changed before
+                    self._resize(self.slots, self.tokens)
+                    raise
                 self.slots, self.tokens = size
         finally:
             self.share_out()
+
+    def _resize(self, slots: int, tokens: int) -> None:
+        for holder in (*self._parts, *self._others):
+            holder.resize(slots, tokens)
 
     def _set_limits(self, limits: np.ndarray) -> None:
         for part, limit in zip(self._parts, limits):

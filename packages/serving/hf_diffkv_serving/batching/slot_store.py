@@ -100,16 +100,17 @@ class SlotStore(Store):
         Further slots are as empty ones are. Only after `look`, which is due again.
 
         Raises:
-            MemoryError: the device has no memory.
+            MemoryError: the device has no memory. Some tensors have changed; a `resize` to the size before undoes it.
         """
         self.scratch = self.all_bounds = self._kept = None
         self.layer_bounds = []
-        kept = min(slots, self.batch_size)
 
         def place(layer: int, fresh: Tensor, held: Tensor) -> None:
+            kept = min(slots, held.shape[0])
             fresh[:kept] = held[:kept]
 
         def place_entries(layer: int, fresh: Tensor, held: Tensor) -> None:
+            kept = min(slots, held.shape[0])
             high = -(-self.high_count[layer, :kept, :, None] // self.layout.high.capacity)
             left = torch.arange(held.shape[-1], device=self.device) < high
             width = min(fresh.shape[-1], held.shape[-1])
@@ -125,7 +126,8 @@ class SlotStore(Store):
             if name in self._growing:
                 self._growing[name].resize((state.shape[0], slots, *state.shape[2:]), place)
                 setattr(self, name, self._growing[name].tensor)
-            elif slots != self.batch_size:
+            elif slots != state.shape[1]:
+                kept = min(slots, state.shape[1])
                 fresh = state.new_zeros(state.shape[0], slots, *state.shape[2:])
                 fresh[:, :kept] = state[:, :kept]
                 if name in self._empty:

@@ -23,6 +23,7 @@ from hf_diffkv.store.faults import unstorable
 from hf_diffkv.store.prompt import PromptAttention
 from hf_diffkv.store.state import Store
 
+from .growing import NO_MEMORY
 from .part_rungs import PlannedRequests
 from .ranks import OtherPart, other_parts
 from .rungs import RungCounts, RungsOfParts
@@ -199,7 +200,7 @@ class Slots:
         try:
             with self.ranks.in_step():
                 self.room.change(*size)
-        except MemoryError as error:
+        except NO_MEMORY as error:
             if not self.ranks.alone:
                 raise
             _logger.warning("slots cannot become %s for %s tokens: %s", *size, error)
@@ -463,7 +464,7 @@ class Slots:
             asked, *new = (tensor[:, :, mine] for tensor in (query, key, value))
             try:
                 output[:, :, mine] = PromptAttention(part.staged[slot], place, *new).attend(asked, softmax)
-            except (ValueError, MemoryError) as error:
+            except (ValueError, *NO_MEMORY) as error:
                 self.failures[slot] = error
         return output
 

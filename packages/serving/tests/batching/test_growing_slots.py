@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +113,34 @@ def test_memory_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     assert slots.count == 1
     run(slots, [request], [1])
     assert_same_request(slots, request)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("refused", [1, 3, 6, 8])
+def test_memory_that_is_refused_halfway_changes_nothing(
+    refused: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tensors have more slots already, and the request goes on with those that there were."""
+    slots = make_slots(CONFIG, slots=4)
+    request = arrive(slots)
+    run(slots, [request], [40])
+    slots.settle()
+    resize, calls = GrowingTensor.resize, []
+
+    def refuse(tensor: GrowingTensor, *arguments: Any) -> None:
+        calls.append(tensor)
+        if len(calls) == refused:
+            raise error("no memory")
+        resize(tensor, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GrowingTensor, "resize", refuse)
+        assert not slots.make_room(None, 60)
+    assert len(calls) > refused and slots.count == 1
+    run(slots, [request], [1])
+    other = arrive(slots)
+    run(slots, [other, request], [30, 1])
+    for each in (request, other):
+        assert_same_request(slots, each)
+        slots.release(each.slot)
+    check_empty(slots)

@@ -108,6 +108,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     data, back = made.encode(given), given.clone()
     with pytest.raises(ValueError, match="made by other settings"):
         ChunkFormat(DIM, Precision(6, 5)).decode(torch.cat([data, data]), back)
+    with pytest.raises(ValueError, match="or of another dtype"):
+        made.decode(data, back.to(torch.float16))
     with pytest.raises(ValueError, match="remove it from the store"):
         made.decode(data[:-1], back)
     assert torch.equal(back, given)
