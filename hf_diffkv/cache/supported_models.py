@@ -21,6 +21,7 @@ REFUSED_TYPES = {
     "diffllama": "splits values after caching them",
     "doge": "adds a learned bias to its attention logits",
     "dory": "runs layers several times and adds layers of its own to the cache",
+    "git": "computes the attention of its text by itself",
     "inkling_text": "adds a learned position bias to its attention logits",
     "inkling2_text": "adds a learned position bias to its attention logits",
     "inkling2_loop_text": "adds a learned position bias to its attention logits",

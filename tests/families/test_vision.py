@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ragged_prompts
+from tiny_models import COMMON, ragged_prompts
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache, PreTrainedModel
-from vision_families import IMAGE_TOKEN, VISION_FAMILIES, images
+from vision_families import IMAGE_TOKEN, VISION, VISION_FAMILIES, images
 
-from hf_diffkv import DiffKVConfig
+from hf_diffkv import DiffKVConfig, UnsupportedModelError
 from hf_diffkv.compat import passing
 
 LENGTHS = (90, 41, 30)
@@ -84,3 +84,11 @@ def test_text_side(name: str) -> None:
         assert ((levels == 0) | (levels == 1)).any() and (levels == 2).any()
     torch.testing.assert_close(lossy[1][0], expected[1][0], rtol=0, atol=1e-4)  # the prompt is read uncompressed
     assert (lossy[1][1:] - expected[1][1:]).abs().max() > 1e-3, "compression must show"
+
+
+def test_a_model_whose_images_alone_use_the_attention_interface() -> None:
+    text = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = CONFIG_MAPPING["git"](**text, num_attention_heads=4, vision_config=VISION, pad_token_id=0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="git computes the attention of its text by itself"):
+        model.generate(torch.arange(3, 30)[None], max_new_tokens=2, cache_implementation="diffkv")
