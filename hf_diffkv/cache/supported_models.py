@@ -26,6 +26,7 @@ REFUSED_TYPES = {
     "inkling2_text": "adds a learned position bias to its attention logits",
     "inkling2_loop_text": "adds a learned position bias to its attention logits",
     "jetmoe": "repeats keys and values after caching them",
+    "mllama_text_model": "keeps keys and values of images in layers that texts skip",
     "minimax": "brings a cache class of its own",
 }
 

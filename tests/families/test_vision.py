@@ -86,9 +86,26 @@ def test_text_side(name: str) -> None:
     assert (lossy[1][1:] - expected[1][1:]).abs().max() > 1e-3, "compression must show"
 
 
-def test_a_model_whose_images_alone_use_the_attention_interface() -> None:
-    text = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-    config = CONFIG_MAPPING["git"](**text, num_attention_heads=4, vision_config=VISION, pad_token_id=0)
-    model = AutoModelForImageTextToText.from_config(config).eval()
-    with pytest.raises(UnsupportedModelError, match="git computes the attention of its text by itself"):
+TEXT = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id")}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "git": (
+        {**TEXT, "num_hidden_layers": 2, "num_attention_heads": 4, "vision_config": VISION},
+        "git computes the attention of its text by itself",
+    ),
+    "mllama": (
+        {
+            "text_config": {**COMMON, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+            "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2},
+        },
+        "keeps keys and values of images in layers that texts skip",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_the_first_forward(name: str) -> None:
+    options, message = REFUSED[name]
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name](**options)).eval()
+    with pytest.raises(UnsupportedModelError, match=message):
         model.generate(torch.arange(3, 30)[None], max_new_tokens=2, cache_implementation="diffkv")
+    assert model.generate(torch.arange(3, 30)[None], max_new_tokens=2).shape == (1, 29)
