@@ -54,7 +54,8 @@ class DiffKVEvaluationCallback(TrainerCallback):
         prompts: texts to continue.
         config: configuration of the cache; None takes `DiffKVConfig.for_model(model)`, measured heads included.
         max_new_tokens: maximum number of generated tokens per prompt.
-        every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does.
+        every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does, once for
+            all data sets of a dict.
 
     Raises:
         ValueError: `trainer` is not one or has no tokenizer that can pad, there are no prompts or an empty one, a
@@ -109,7 +110,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        if self.every_steps is not None:
+        if self.every_steps is not None or self._is_further(metrics or {}):
             return
         figures = self.evaluate(model)
         self._log(control, figures)
@@ -118,6 +119,12 @@ class DiffKVEvaluationCallback(TrainerCallback):
             # the trainer's own dict, in which it then looks for the figure; a search for hyperparameters adds up all
             # that is in it
             metrics[wanted] = figures[wanted]
+
+    def _is_further(self, metrics: dict[str, float]) -> bool:
+        """Returns whether `metrics` are those of the second or a later data set of the same evaluation."""
+        sets = self.trainer.eval_dataset
+        names = list(sets)[1:] if isinstance(sets, dict) else []
+        return any(f"eval_{name}_runtime" in metrics for name in names)
 
     def _log(self, control: TrainerControl, figures: dict[str, float]) -> None:
         due = control.should_log

@@ -132,6 +132,8 @@ def diffkv_attention(
         # a mask defines visibility by itself
         if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
             raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
+        if dropout:
+            _warn_of_dropout(type(module).__name__, dropout)
         if torch.compiler.is_compiling():
             # the operator picks up the tokens when it runs
             layer.stores.pending = None
@@ -142,12 +144,6 @@ def diffkv_attention(
             if torch.is_grad_enabled():
                 output = _NoGradient.apply(output, query, key, value)
             return leave(output).transpose(1, 2).contiguous(), None
-        if dropout:
-            warnings.warn(
-                f"{type(module).__name__} asks for attention_dropout={dropout}, which attention with a DiffKVCache "
-                "does not apply; call model.eval() before generating.",
-                stacklevel=2,
-            )
         if layer.stores.capturing:
             query, leave = _enter(layer, module, query, value)
             output = layer.attend_captured(query, key, value, attention_mask, softmax)
@@ -168,6 +164,16 @@ def diffkv_attention(
             output = _NoGradient.apply(output, query, key, value)
         output = leave(output)
     return output.transpose(1, 2).contiguous(), None
+
+
+# runs while a compiler traces it, so that compiled graphs stay whole
+@torch.compiler.assume_constant_result
+def _warn_of_dropout(name: str, dropout: float) -> None:
+    warnings.warn(
+        f"{name} asks for attention_dropout={dropout}, which attention with a DiffKVCache does not apply; call "
+        "model.eval() before generating.",
+        stacklevel=3,
+    )
 
 
 def _enter(

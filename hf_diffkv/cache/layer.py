@@ -81,7 +81,6 @@ class DiffKVLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    supports_early_init = False
     # whether keys are rotary keys and values latents (latent.py)
     has_latents = False
 

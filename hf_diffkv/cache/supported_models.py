@@ -21,10 +21,12 @@ REFUSED_TYPES = {
     "diffllama": "splits values after caching them",
     "doge": "adds a learned bias to its attention logits",
     "dory": "runs layers several times and adds layers of its own to the cache",
+    "git": "computes the attention of its text by itself",
     "inkling_text": "adds a learned position bias to its attention logits",
     "inkling2_text": "adds a learned position bias to its attention logits",
     "inkling2_loop_text": "adds a learned position bias to its attention logits",
     "jetmoe": "repeats keys and values after caching them",
+    "mllama_text_model": "keeps keys and values of images in layers that texts skip",
     "minimax": "brings a cache class of its own",
 }
 

@@ -82,14 +82,16 @@ def probe_keys(
             takes the default.
 
     Raises:
-        ValueError: a text is given without a tokenizer, the text or the number of tokens is too short, bits are not
-            supported, or `model` is not the model itself.
+        ValueError: a text is given without a tokenizer, the text or the number of tokens is too short, bits are none or
+            not supported, or `model` is not the model itself.
         UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
     if text is not None and tokenizer is None:
         raise ValueError("text needs a tokenizer.")
     if tokens < MIN_PROBED:
         raise ValueError(f"tokens={tokens} must be at least {MIN_PROBED}.")
+    if isinstance(bits, int) or not bits:
+        raise ValueError(f"bits={bits!r} must be a tuple of at least one number, such as (8, 4).")
     config_of(model)
     started = time.perf_counter()
     ids = _ids(model, tokenizer, text, tokens)

@@ -42,7 +42,9 @@ def measure_queries(
 
 
 def keep_queries(moments: QueryMoments) -> Path:
-    """Writes moments to the user's folder, where the model's caches find them. Raises `OSError`."""
+    """Writes moments to the user's folder, where the model's caches find them. Raises `ValueError` and `OSError`."""
+    if not isinstance(moments, QueryMoments):
+        raise ValueError(f"moments is a {type(moments).__name__}; pass what measure_queries returned.")
     path = queries_path(moments.model_digest)
     path.parent.mkdir(parents=True, exist_ok=True)
     moments.save(path)

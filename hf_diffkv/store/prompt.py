@@ -21,7 +21,7 @@ from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..pages.segments import score_noise, segments
 from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
-from .lowering import make_room_for_prompt, note_queries
+from .lowering import make_room_for_prompt, noting_queries
 from .prompt_kernels import PromptPlan, store_by_kernels
 from .state import Changing, Store
 from .transform import (
@@ -100,7 +100,8 @@ class PromptAttention:
         moment = query_moment(store, query, self._new.valid)
         self._moment = moment if self._moment is None else self._moment + moment
         if last:
-            compress(store, layer, past, self._new, self._received, self._moment)
+            with noting_queries(store, layer, self._moment):
+                compress(store, layer, past, self._new, self._received, self._moment)
         return output
 
 
@@ -256,8 +257,6 @@ def compress(
     Raises:
         MemoryError: the tokens do not fit; the layer is unchanged.
     """
-    if store.lowering.moments is not None:
-        note_queries(store, layer, moment)
     if store.stores_by_kernel:
         if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return

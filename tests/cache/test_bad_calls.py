@@ -171,9 +171,13 @@ def test_attention_weights_that_nobody_has() -> None:
     assert cache.significance(0).sum() > 0
 
 
-def test_dropout_that_is_not_applied() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_that_is_not_applied(compiled: bool) -> None:
     """Models in training mode ask for it, also in `generate()`."""
     model = tiny_model("llama", attention_dropout=0.5).train()
+    if compiled:
+        torch._dynamo.reset()
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     with pytest.warns(UserWarning, match=r"attention_dropout=0.5.*model.eval\(\)"):
         given = generate(model, cache_implementation="diffkv")
     with warnings.catch_warnings():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from runs import Run, assert_close_contents, model_of, started, tokens
 from tiny_models import ragged_prompts, tiny_model
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
@@ -269,3 +270,28 @@ def test_what_a_cache_says_of_itself() -> None:
     talk.on(fork).steps(tokens(2, 1))
     hook.remove()
     assert "DiffKVCache(2 requests, " in said[0] and "91 tokens" in repr(fork)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "hrm_text"])
+def test_a_filled_cache_says_so(name: str) -> None:
+    """Prefix models such as HRM-Text attend in both directions only while the cache is empty."""
+    torch.manual_seed(0)
+    prompt, more = torch.randint(3, 99, (1, 40)), torch.randint(3, 99, (1, 70))
+    model = tiny_model(name, "eager")
+
+    def logits(cache: Cache) -> Tensor:
+        assert not cache.is_initialized
+        given = []
+        for ids in (prompt, more):
+            types = {"token_type_ids": torch.ones_like(ids)} if name == "hrm_text" else {}
+            given.append(model(ids, **types, **passing(cache)).logits)
+            assert cache.is_initialized
+        cache.reset()
+        return torch.cat(given, 1)
+
+    with torch.no_grad():
+        expected = logits(DynamicCache(config=model.config))
+        model.set_attn_implementation("diffkv")
+        found = logits(cache := DiffKVCache(model, DiffKVConfig.lossless(window=16)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert not cache.is_initialized

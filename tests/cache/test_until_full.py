@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import prompt
 
 LENGTHS = (200, 90, 150)
 FIELDS = {"window": 16, "page_bytes": 512}
@@ -284,3 +285,23 @@ def test_the_bytes_that_errors_name_suffice(preset: str) -> None:
     # tables that depend on the budget may add a few bytes
     assert refused(budget + more + 64) == "fits"
     assert "more bytes are needed" in refused(budget + more - 64)
+
+
+def test_queries_of_a_prompt_that_is_tried_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_in_float32(), tokens(1, 60, seed=0)
+    caches = [DiffKVCache(model.config, budget("1GB")) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :40], **passing(cache))
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(prompt, "rewrite_rows", refuse)
+            model(ids[:, 40:], **passing(caches[0]))
+        assert caches[0].get_seq_length() == 40
+        for cache in caches:
+            model(ids[:, 40:], **passing(cache))
+    one, two = (cache.stores.all[0].lowering.moments for cache in caches)
+    assert torch.equal(one, two) and one.any()
+
+
+def refuse(*args: object) -> None:
+    raise MemoryError

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ragged_prompts
+from tiny_models import COMMON, ragged_prompts
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache, PreTrainedModel
-from vision_families import IMAGE_TOKEN, VISION_FAMILIES, images
+from vision_families import IMAGE_TOKEN, VISION, VISION_FAMILIES, images
 
-from hf_diffkv import DiffKVConfig
+from hf_diffkv import DiffKVConfig, UnsupportedModelError
 from hf_diffkv.compat import passing
 
 LENGTHS = (90, 41, 30)
@@ -84,3 +84,28 @@ def test_text_side(name: str) -> None:
         assert ((levels == 0) | (levels == 1)).any() and (levels == 2).any()
     torch.testing.assert_close(lossy[1][0], expected[1][0], rtol=0, atol=1e-4)  # the prompt is read uncompressed
     assert (lossy[1][1:] - expected[1][1:]).abs().max() > 1e-3, "compression must show"
+
+
+TEXT = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id")}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "git": (
+        {**TEXT, "num_hidden_layers": 2, "num_attention_heads": 4, "vision_config": VISION},
+        "git computes the attention of its text by itself",
+    ),
+    "mllama": (
+        {
+            "text_config": {**COMMON, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+            "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2},
+        },
+        "keeps keys and values of images in layers that texts skip",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_the_first_forward(name: str) -> None:
+    options, message = REFUSED[name]
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name](**options)).eval()
+    with pytest.raises(UnsupportedModelError, match=message):
+        model.generate(torch.arange(3, 30)[None], max_new_tokens=2, cache_implementation="diffkv")
+    assert model.generate(torch.arange(3, 30)[None], max_new_tokens=2).shape == (1, 29)

@@ -30,7 +30,7 @@ def rows(count: int = 8) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def make_trainer(model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
+def make_trainer(model: PreTrainedModel, folder: Path, eval_dataset: Any = None, **options: Any) -> Trainer:
     arguments = {
         "output_dir": str(folder),
         "max_steps": STEPS,
@@ -49,7 +49,7 @@ def make_trainer(model: PreTrainedModel, folder: Path, **options: Any) -> Traine
         model,
         TrainingArguments(**arguments),
         train_dataset=rows(),
-        eval_dataset=rows(2),
+        eval_dataset=eval_dataset or rows(2),
         processing_class=TOKENIZER,
     )
 
@@ -169,6 +169,30 @@ def test_logged_at_every_evaluation(tmp_path: Path) -> None:
     assert [logs["eval_diffkv_bytes"] for logs in tracked] == [entry["eval_diffkv_bytes"] for entry in entries]
     trainer.evaluate()
     assert len(logged(trainer)) == 3
+
+
+@pytest.mark.oldest
+def test_several_data_sets_are_one_evaluation(tmp_path: Path) -> None:
+    sets = {"a": rows(2), "b": rows(2), "a_b": rows(2)}
+    trainer = make_trainer(
+        tiny_model("llama"),
+        tmp_path,
+        sets,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        metric_for_best_model="eval_diffkv_agreement",
+        load_best_model_at_end=True,
+    )
+    trainer.add_callback(DiffKVEvaluationCallback(trainer, PROMPTS, CONFIG, max_new_tokens=4))
+    trainer.train()
+    entries = logged(trainer)
+    assert [entry["step"] for entry in entries] == [2, 4]
+    assert trainer.state.best_metric == max(entry["eval_diffkv_agreement"] for entry in entries)
+    trainer.evaluate()
+    trainer.evaluate(sets["b"])
+    assert len(logged(trainer)) == 4
 
 
 def test_logged_every_few_steps(tmp_path: Path) -> None:
