@@ -281,6 +281,8 @@ def split_mask(
 def _as_bool(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
+    if not mask.is_floating_point():
+        raise HandOverError(f"'diffkv' attention cannot use a mask of {mask.dtype}; pass mask.bool(), True where seen.")
     lowest = torch.finfo(mask.dtype).min / 2
     if not bool(((mask == 0) | (mask < lowest)).all()):
         raise HandOverError("'diffkv' attention cannot add a bias to the logits; the mask may only allow or forbid.")

@@ -74,17 +74,18 @@ def rotate_kernel(
     ROOT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotates BLOCK tokens of one head. Grid: (batch * heads, cdiv(tokens, BLOCK)).
+    """Rotates BLOCK tokens of one head. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
     Args:
         tensor: [batch, heads, tokens, DIM], with the strides given.
         output: contiguous [batch, heads, tokens, DIM].
         offset: offset to subtract, float32 [batch * heads, DIM], or None.
     """
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = batch * heads + head
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = token < tokens
-    rows = tensor + row // heads * batch_stride + row % heads * head_stride + token.to(tl.int64) * token_stride
+    rows = tensor + batch * batch_stride + head * head_stride + token.to(tl.int64) * token_stride
     x, _ = rotated_tile(rows, there, matrix, inner_stride, column_stride, ROOT, DIM, 16, WIDTH, INNER, OPERAND)
     dim, exists = tile_dims(DIM, 16, WIDTH)
     if offset is not None:
@@ -106,7 +107,7 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
         return output
     tensor, block = unit_stride(tensor), block_tokens(dim)
     with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
-        rotate_kernel[(batch * heads, triton.cdiv(tokens, block))](
+        rotate_kernel[(triton.cdiv(tokens, block), heads, batch)](
             tensor,
             matrix,
             None if offset is None else offset.contiguous(),

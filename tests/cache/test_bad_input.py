@@ -436,6 +436,7 @@ def test_masks_that_cannot_be_honoured() -> None:
         (hidden, ("hides some past tokens", "by none")),
         (causal, ("mask covers 5 keys", "seen 26", "past ones included")),
         (bias, ("bias", "allow or forbid")),
+        (allowed.long(), ("torch.int64", "mask.bool()")),
         (end, ("hides new tokens from the last", "not padding")),
     ):
         cache = filled(model)

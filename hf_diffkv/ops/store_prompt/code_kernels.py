@@ -12,6 +12,7 @@ import triton.language as tl
 from ..quantize.kernels import round_even
 from ..rounding.kernels import MOST_BITS, group_numbers
 from .order_kernels import is_low
+from .row_kernels import row_and_place
 
 
 @triton.jit
@@ -76,15 +77,14 @@ def choose_codes_kernel(
     key, alpha_high, matrix, codes, tokens,
     HIGH: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the codes of a prompt's keys. Grid: (rows, cdiv(tokens, BLOCK)).
+    """Chooses the codes of a prompt's keys. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
     Args:
         key: keys in the store's form, contiguous [rows, tokens, key_dim].
         matrix: transposed feedback, float32 [rows, key_dim, key_dim].
         codes: output, uint8 [rows, tokens, key_dim]; unset in rows whose keys have too many bits.
     """
-    row = tl.program_id(0)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, token = row_and_place(BLOCK)
     first = row.to(tl.int64) * tokens * HIGH.key_dim
     square = matrix + row.to(tl.int64) * (HIGH.key_dim * HIGH.key_dim)
     if is_low(alpha_high, row):

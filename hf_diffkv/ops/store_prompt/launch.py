@@ -73,8 +73,8 @@ def store_prompt(
     block = whole if received is None and placement.feedback is None else max(16, whole // 2)
     tiles = {"BLOCK": block, "num_warps": NUM_WARPS if placement.feedback is None else ROUNDING_WARPS}
 
-    def grid(tokens: int) -> tuple[int, int]:
-        return many, triton.cdiv(tokens, block)
+    def grid(tokens: int, block: int = block) -> tuple[int, int, int]:
+        return triton.cdiv(tokens, block), rows.heads, rows.batch
 
     if received is None:
         run(take_pages_kernel, (many,))
@@ -83,7 +83,7 @@ def store_prompt(
         given["codes"] = _choose_codes(rows, new, placement, given)
         if given["codes"] is not None:
             warps = NUM_WARPS if rows.layout.one_tier else ROUNDING_WARPS
-            run(store_new_kernel, (many, triton.cdiv(tokens, whole)), BLOCK=whole, num_warps=warps)
+            run(store_new_kernel, grid(tokens, whole), BLOCK=whole, num_warps=warps)
         else:
             run(store_new_kernel, grid(tokens), **tiles)
     else:
@@ -180,7 +180,7 @@ def _choose_codes(rows: LayerRows, new: PromptTokens, placement: Placement, give
     key = rotate(new.key, placement.key_rotation, rows.offset).contiguous()
     codes = torch.empty(rows.count, *key.shape[2:], dtype=torch.uint8, device=key.device)
     given = given | {"key": key, "matrix": feedback.mT.contiguous(), "codes": codes}
-    grid = rows.count, triton.cdiv(key.shape[2], CODE_TOKENS)
+    grid = triton.cdiv(key.shape[2], CODE_TOKENS), rows.heads, rows.batch
     launch(choose_codes_kernel, grid, key.device, given, WIDTH=width, BLOCK=CODE_TOKENS, num_warps=1)
     return codes
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from ..narrow_kernel import load_positions, load_scores
 from ..quantize.kernels import copy_tile, read_tile, rows_at, tier_dims
 from .level_kernels import HIGH_LEVEL, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds
-from .row_kernels import ADDED, COUNTS, KEPT, count_after, new_tokens, slot_of, token_in_slot
+from .row_kernels import ADDED, COUNTS, KEPT, count_after, new_tokens, row_and_place, slot_of, token_in_slot
 from .tile_kernels import Incoming, Target, WindowSlots, enter_tile, leave_tile, store_scalars, store_tile
 
 # what the kernels before have listed for all rows
@@ -65,13 +65,12 @@ def demote_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, feedback, rows, width, columns, past,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Moves high tokens to the low tier. Grid: (rows, cdiv(past, BLOCK)).
+    """Moves high tokens to the low tier. Grid: (cdiv(past, BLOCK), heads, batch).
 
     Args:
         feedback: field of `Incoming`.
     """
-    row = tl.program_id(0)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, token = row_and_place(BLOCK)
     lists = Lists(entries, target, plan, level, order, high_count, low_count, rows, width, columns, past)
     earned, rank = level_and_rank(lists, row, token, token < past)
     sinks = (token < tl.load(high_count + row)) & (earned == LOW_LEVEL)
@@ -104,9 +103,8 @@ def close_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, rows, width, columns, past,
     HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Moves kept tokens beyond the new end forward. Grid: (rows, cdiv(past, BLOCK))."""
-    row = tl.program_id(0)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Moves kept tokens beyond the new end forward. Grid: (cdiv(past, BLOCK), heads, batch)."""
+    row, token = row_and_place(BLOCK)
     lists = Lists(entries, target, plan, level, order, high_count, low_count, rows, width, columns, past)
     earned, rank = level_and_rank(lists, row, token, token < past)
     is_high, is_low, high, _ = kinds(high_count, low_count, row, token)
@@ -130,14 +128,13 @@ def level_window_kernel(
     window_start, sink_end, shift, feedback, rows, heads, width, columns, past, slots, sink_slots,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores tokens that leave the window at their level. Grid: (rows, cdiv(slots, BLOCK)).
+    """Stores tokens that leave the window at their level. Grid: (cdiv(slots, BLOCK), heads, batch).
 
     Args:
         shift, feedback: arguments of `leave_tile`.
     """
-    row = tl.program_id(0)
+    row, slot = row_and_place(BLOCK)
     request = row // heads
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin, sinks = tl.load(window_start + request), tl.load(sink_end + request)
     token, there = token_in_slot(slot, begin, tl.load(length + request), sinks, sink_slots, slots)
     column = tl.where(token < sinks, token, token - begin + sinks)
@@ -166,13 +163,12 @@ def level_new_kernel(
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr,
     INNER: tl.constexpr, DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores new tokens at their level or in the window. Grid: (rows, cdiv(tokens, BLOCK)).
+    """Stores new tokens at their level or in the window. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
     Arguments as in `store_new_kernel` and `decide_kernel`.
     """
-    row = tl.program_id(0)
+    row, token = row_and_place(BLOCK)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real, position, sinks, start, _ = new_tokens(
         token, rank, count, length, window_start, sink_end, request, tokens, window
     )

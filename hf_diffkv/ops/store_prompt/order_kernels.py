@@ -27,6 +27,7 @@ from .row_kernels import (
     copy_state,
     new_start,
     new_tokens,
+    row_and_place,
     slot_of,
     token_in_slot,
 )
@@ -119,14 +120,13 @@ def leave_window_kernel(
     feedback, heads, width, tokens, window, slots, sink_slots,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores the tokens that leave the windows, and shifts the remaining ones. Grid: (rows, cdiv(slots, BLOCK)).
+    """Stores the tokens that leave the windows, and shifts the others. Grid: (cdiv(slots, BLOCK), heads, batch).
 
     Args:
         shift, feedback: arguments of `leave_tile`.
     """
-    row = tl.program_id(0)
+    row, slot = row_and_place(BLOCK)
     request = row // heads
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     before, sinks = tl.load(window_start + request), tl.load(sink_end + request)
     start, _ = new_start(count, length, window_start, request, True, tokens, window)
     token, there = token_in_slot(slot, before, tl.load(length + request), sinks, sink_slots, slots)
@@ -156,7 +156,7 @@ def store_new_kernel(
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
     DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores new tokens in pages or in the window. Grid: (rows, cdiv(tokens, BLOCK)).
+    """Stores new tokens in pages or in the window. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
     Args:
         key, value: key and value states of the model, [batch, heads, tokens, dim], with the strides given.
@@ -164,9 +164,8 @@ def store_new_kernel(
         codes: result of `choose_codes_kernel`, or None.
         invalid: field of `WindowSlots`.
     """
-    row = tl.program_id(0)
+    row, token = row_and_place(BLOCK)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real, position, sinks, start, _ = new_tokens(
         token, rank, count, length, window_start, sink_end, request, tokens, window
     )

@@ -27,6 +27,16 @@ KEPT, ADDED, LACKS, GIVES = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4), t
 
 
 @triton.jit
+def row_and_place(BLOCK: tl.constexpr):
+    """Returns the row and the tokens, or slots, of a program of a grid (blocks, heads, batch).
+
+    Blocks come first, because CUDA allows 65,535 programs along the other axes.
+    """
+    row = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    return row, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def new_start(count, length, window_start, request, there, tokens, window):
     """Returns the windows' start and the requests' length including the new tokens, int64."""
     more = tokens
