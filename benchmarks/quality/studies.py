@@ -119,7 +119,8 @@ STUDIES = {
         tasks="offline",
     ),
     # the same on a larger model, beside llama.cpp's caches, which are compared with their own f16, and beside what the
-    # model's dtype changes (run it with --model qwen2.5-coder-0.5b, after `make llama-cpp` and `make models GGUF=1`)
+    # model's dtype changes (run it with --model qwen2.5-coder-0.5b, after `make llama-cpp`, `make kvpress` and
+    # `make models GGUF=1`)
     "qwen": Study(
         (
             "dense",
@@ -134,7 +135,21 @@ STUDIES = {
             "hqq:4",
             "fp8",
             *(f"llama-cpp:{types}" for types in ("f16", "q8_0", "q5_0", "q4_0")),
+            *(f"kvpress:{press}+0.74" for press in ("snapkv", "adakv-snapkv", "streaming-llm")),
         ),
+    ),
+    # the same model asked as methods that drop tokens expect it
+    "qwen-asked": Study(
+        (
+            "dense",
+            "diffkv",
+            "diffkv:small",
+            *(f"kvpress:{press}+0.74+window_size=16" for press in ("snapkv", "adakv-snapkv")),
+            "kvpress:streaming-llm+0.74",
+        ),
+        tasks="city-asked,dictionary-asked",
+        documents=8,
+        length=800,
     ),
     # whether text loses more behind a longer context, beside what the model's dtype changes (run them with --model
     # qwen2.5-coder-0.5b); further on Python's reference repeats itself, and nothing is lost

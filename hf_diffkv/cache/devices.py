@@ -120,9 +120,13 @@ def layer_shapes(model: Any) -> dict[int, tuple[int, int, int]]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     shapes = {}
     for module in () if decoder is None else decoder.modules():
-        index, dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
+        # modules take long to say that they lack an attribute, and most of them lack this one
+        index = vars(module).get("layer_idx")
+        if not isinstance(index, int):
+            continue
+        dim = getattr(module, "head_dim", None)
         sizes = [getattr(getattr(module, name, None), "out_features", None) for name in ("k_proj", "v_proj")]
-        if all(isinstance(number, int) and number > 0 for number in (dim, *sizes)) and isinstance(index, int):
+        if all(isinstance(number, int) and number > 0 for number in (dim, *sizes)):
             heads = sizes[0] // dim
             shapes[index] = (heads, dim, sizes[1] // max(1, heads))
     return shapes

@@ -235,6 +235,8 @@ class DiffKVConfig:
         chosen = None if self.head_precisions is None else self.head_precisions[index]
         if chosen is None:
             alphas = {name: getattr(self, name) for name in ("alpha_high", "alpha_low")}
+            if self.head_precisions is None and not any(isinstance(value, tuple) for value in alphas.values()):
+                return self
             alphas = {name: value[index] if isinstance(value, tuple) else value for name, value in alphas.items()}
             return dataclasses.replace(self, head_precisions=None, **alphas)
         low, high = self._pair(chosen)
