@@ -35,6 +35,8 @@ class OtherStates:
         stores = self.stores.all
         # states of steps are joined in the model
         if stores and not torch.compiler.is_compiling() and conv_states.shape[0] != stores[0].batch_size:
+            # nothing has changed
+            self.stores.turns.end(undone=True)
             raise another_batch(stores[0].batch_size, conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
 

@@ -374,6 +374,7 @@ def test_another_batch_size_where_states_come_first() -> None:
     for batch in (1, 3):
         with raises(ValueError, f"2 sequences but the model was called with {batch}", "batch_repeat_interleave"):
             model(ragged_prompts((5,) * batch)[0], **passing(cache))
+        cache.check_integrity()
     assert torch.equal(follow_up(model, cache), follow_up(model, twin))
 
 
