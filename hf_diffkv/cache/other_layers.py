@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from .errors import stopped_halfway
+from .errors import another_batch, stopped_halfway
 
 
 class OtherStates:
@@ -32,6 +32,12 @@ class OtherStates:
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         self._reach_states(layer_idx)
+        stores = self.stores.all
+        # states of steps are joined in the model
+        if stores and not torch.compiler.is_compiling() and conv_states.shape[0] != stores[0].batch_size:
+            # nothing has changed
+            self.stores.turns.end(undone=True)
+            raise another_batch(stores[0].batch_size, conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:

@@ -236,7 +236,8 @@ inline void sums(const Floats* a, float* out) {
 // 2^x for x up to 126, with a relative error of about 1e-7. Below -126 the result is close to the smallest float.
 inline Floats exp2(Floats x) {
   const Floats magic = splat(MAGIC);
-  x = minimum(maximum(x, splat(-126.f)), splat(126.f));
+  // in this order NaN stays NaN
+  x = minimum(splat(126.f), maximum(splat(-126.f), x));
   const Floats shifted = x + magic;
   const Floats part = x - (shifted - magic);
   const Ints whole = (Ints)shifted - (Ints)magic;

@@ -95,7 +95,8 @@ inline void weigh(const Prompt& prompt, int64_t query, float top, int64_t count,
   Floats sums = {};
   for (int64_t t = 0; t < count; t += WIDTH) {
     const Floats power = load(x + t) * scale - shift;
-    const Floats weight = power > splat(LOWEST) ? exp2(power) : Floats{};
+    // NaN stays NaN
+    const Floats weight = power < splat(LOWEST) ? Floats{} : exp2(power);
     sums += weight;
     store(x + t, weight);
   }
@@ -175,13 +176,14 @@ inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block
     const Unit* packed = as_units(weights, rows, round_up(there, 2), work.packed);
     multiply(packed, TILE / depth, rows, reinterpret_cast<const Unit*>(row.values) + tile * value_units<Unit>(prompt),
              TILE / depth, prompt.value_dim, prompt.value_dim, units_of(there, depth), work.output, width, true);
-    // a token receives from later queries only
+    // a token receives from later queries only, and nothing from NaN
     for (int64_t q = 0; given && q < block.count; q++)
-      for (int64_t t = larger<int64_t>(own + q - first, 0); t < there; t++) weights[q * TILE + t] = 0;
+      for (int64_t t = isnan(work.total[q]) ? 0 : larger<int64_t>(own + q - first, 0); t < there; t++)
+        weights[q * TILE + t] = 0;
   }
   for (int64_t q = 0; q < block.count; q++) {
     float* output = work.output + q * width;
-    const float share = work.total[q] > 0 ? 1 / work.total[q] : 0.f;
+    const float share = work.total[q] == 0 ? 0.f : 1 / work.total[q];
     with_dtype(prompt.dtype, [&](auto element) {
       auto* to = static_cast<decltype(element)*>(prompt.output) + output_row(prompt, row, block, q);
       for (int64_t d = 0; d < prompt.value_dim; d++) from_float(output[d] * share, to[d]);

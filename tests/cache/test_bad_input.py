@@ -368,6 +368,16 @@ def test_another_batch_size(name: str) -> None:
     assert torch.equal(follow_up(model, cache), follow_up(model, twin))
 
 
+def test_another_batch_size_where_states_come_first() -> None:
+    model = tiny_model("lfm2", "diffkv", layer_types=["conv", "full_attention"])
+    cache, twin = filled(model), filled(model)
+    for batch in (1, 3):
+        with raises(ValueError, f"2 sequences but the model was called with {batch}", "batch_repeat_interleave"):
+            model(ragged_prompts((5,) * batch)[0], **passing(cache))
+        cache.check_integrity()
+    assert torch.equal(follow_up(model, cache), follow_up(model, twin))
+
+
 def test_another_dtype() -> None:
     cache = filled(tiny_model("llama", "diffkv"))
     before = contents(cache)

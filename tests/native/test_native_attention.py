@@ -89,6 +89,17 @@ def test_large_logits_do_not_overflow(threads) -> None:
     assert np.allclose(output[2, 0].numpy(), values[best], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.sampled(6)
+def test_nan_of_a_query_stays_in_its_output(dtype: torch.dtype, softcap: float | None) -> None:
+    case = NativeCase([5, 0, 417], [9, 33, 300], [1, 4, 5], dtype=dtype)
+    case.query[2, 0, 3] = torch.nan
+    output = case.run(softcap=softcap)
+    assert output[2, 0].isnan().all()
+    assert output[:2].isfinite().all() and output[2, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.sampled(40)
 def test_several_layers_join_what_tokens_receive(threads, dtype: torch.dtype) -> None:

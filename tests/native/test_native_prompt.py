@@ -93,6 +93,21 @@ def test_a_past_in_narrow_pages(dtype: torch.dtype) -> None:
     check(*draw(3, 2, 2, 9, 32, 64), *past, dtype=dtype)
 
 
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.sampled(6)
+def test_nan_of_a_query_stays_in_its_output(sinks: Tensor | None, softcap: float | None, dtype: torch.dtype) -> None:
+    parts = [part.to(dtype) for part in draw(2, 2, 2, 300, 16)]
+    options = {"scaling": 0.25, "softcap": softcap, "sinks": sinks}
+    expected = attend_prompt(native.prefill_attention, *parts, **options)
+    parts[0][0, 1, 270, 3] = torch.nan
+    output, received = attend_prompt(native.prefill_attention, *parts, **options)
+    assert output[0, 1, 270].isnan().all()
+    output[0, 1, 270] = expected[0][0, 1, 270]
+    assert torch.equal(output, expected[0])
+    assert (received <= expected[1]).all()
+
+
 def test_tensors_of_any_strides(dtype: torch.dtype) -> None:
     query, key, value = (part.to(dtype) for part in draw(2, 2, 2, 20, 16))
     expected = attend_prompt(native.prefill_attention, query, key, value, scaling=0.25)
