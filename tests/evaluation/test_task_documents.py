@@ -128,6 +128,8 @@ def test_facts_that_do_not_fit(tokenizer: Any) -> None:
 def test_text_that_is_too_short(tokenizer: Any) -> None:
     with pytest.raises(EvaluationError, match="the text has .* tokens and 2 documents need .*; lower --length or"):
         documents("text", tokenizer, length=1_000_000)
+    with pytest.raises(EvaluationError, match="the text has .* tokens and one document needs .*; lower --length or"):
+        documents("text", tokenizer, 1, length=1_000_000)
 
 
 def test_most_tokens_that_a_cache_sees() -> None:

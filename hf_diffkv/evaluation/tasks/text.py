@@ -66,9 +66,8 @@ def stretches(
             ids = ids[size:]
         if len(found) == count:
             return found
-    raise EvaluationError(
-        f"the text has {len(found) * size + len(ids)} tokens and {count} documents need {count * size}; {remedy}."
-    )
+    needed = f"{count} documents need" if count > 1 else "one document needs"
+    raise EvaluationError(f"the text has {len(found) * size + len(ids)} tokens and {needed} {count * size}; {remedy}.")
 
 
 @task("text")
