@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -255,7 +256,8 @@ def test_characters_that_stdout_lacks_are_escaped(alone: list[str], smollm2: Pat
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "gar\\xe7" in result.stdout
+    # which words have them differs between processors
+    assert re.search(r"\w\\x[c-f][0-9a-f]", result.stdout) and result.stdout.isascii()
 
 
 def test_there_are_enough_of_them() -> None:
