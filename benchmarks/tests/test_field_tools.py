@@ -77,10 +77,14 @@ def test_cases(bfcl: ModuleType, tokenizer: Any) -> None:
     assert [case.name for case in found] == [f"p_{number}" for number in range(25)] * 2
     alone, behind = found[12], found[25 + 12]
     text = tokenizer.decode(list(alone.ids))
-    assert text.count("Tells ") == 2 and text.endswith("<|user|>Rain 12?</s><|assistant|>") and not alone.earlier
+    assert (
+        text.count("Tells ") == 2 and text.endswith('<|user|>Rain 12?</s><|assistant|>{"name": "') and not alone.earlier
+    )
     # types as JSON schemas have them
     assert '"type": "object"' in text and '"type": "number"' in text and "dict" not in text and "float" not in text
-    assert tokenizer.decode(list(behind.ids)) == "<|user|>Rain 12?</s><|assistant|>"
+    assert tokenizer.decode(list(behind.ids)) == '<|user|>Rain 12?</s><|assistant|>{"name": "'
+    assert bfcl.score(behind, 'weather.get_12", "arguments": {"city": "C12"}}</call>') == 1.0
+    assert bfcl.score(behind, 'weather.get_11", "arguments": {"city": "C12"}}') == 0.0
     earlier = tokenizer.decode(list(behind.earlier))
     assert len(behind.earlier) >= 3000 and all(f"Tells noise_{number}." in earlier for number in range(10, 20))
     # calls of other groups are shown, without what may be left out
@@ -98,9 +102,10 @@ def test_more_tokens_than_there_are(bfcl: ModuleType, tokenizer: Any) -> None:
 
 
 def test_a_template_without_tools(bfcl: ModuleType, tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE.replace("tools or []", "[]")
-    with pytest.raises(EvaluationError, match="takes no tools"):
-        made(bfcl, tokenizer, tasks=("bfcl",))
+    for words in ("tools or []", "turn.tool_calls or []"):
+        tokenizer.chat_template = TEMPLATE.replace(words, "[]")
+        with pytest.raises(EvaluationError, match="takes no tools"):
+            made(bfcl, tokenizer, tasks=("bfcl",))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_a_template_without_tools(bfcl: ModuleType, tokenizer: Any) -> None:
     ],
 )
 def test_arguments(bfcl: ModuleType, change: dict[str, Any], right: bool) -> None:
-    case = bfcl.Case("bfcl", "0", (1,), 8, (0,), {"accepted": [{"weather.get": ACCEPTED}]})
+    case = bfcl.Case("bfcl", "0", (1,), 8, (0,), {"accepted": [{"weather.get": ACCEPTED}], "begun": ""})
     text = json.dumps({"name": "weather.get", "arguments": {**RIGHT, **change}})
     assert bfcl.score(case, text) == float(right)
     for name in ("city", "days", "places", "filter"):
@@ -148,7 +153,7 @@ def test_arguments(bfcl: ModuleType, change: dict[str, Any], right: bool) -> Non
     ],
 )
 def test_calls_in_answers(bfcl: ModuleType, text: str, right: bool) -> None:
-    case = bfcl.Case("bfcl", "0", (1,), 8, (0,), {"accepted": [{"weather.get": {"city": ["Bern"]}}]})
+    case = bfcl.Case("bfcl", "0", (1,), 8, (0,), {"accepted": [{"weather.get": {"city": ["Bern"]}}], "begun": ""})
     call = '{"name": "weather.get", "arguments": {"city": "Bern"}}'
     assert bfcl.score(case, text.replace("CALL", call)) == float(right)
     assert bfcl.score(case, call.replace("weather.get", "weather_get")) == 0.0

@@ -4,7 +4,8 @@
 `GROUP` cases, and earlier turns show further ones with their calls, until there are some 4,000 tokens. The cache has
 read these turns, and compressed them, before the question comes.
 
-An answer scores if it has exactly one call, with the right name and arguments that the leaderboard accepts.
+The answer is begun as the model's chat template begins a call, up to the function's name. It scores if it has exactly
+one call, with the right name and arguments that the leaderboard accepts.
 """
 
 from __future__ import annotations
@@ -75,14 +76,20 @@ def case_of(
 ) -> Case:
     """Makes the case of a problem with these functions to choose from, after earlier turns."""
     tools = [_as_tool(each) for each in functions]
-    whole = chat_text(tokenizer, [*turns, *_question(problem)], tools=tools)
-    if any(each["name"] not in whole for each in functions):
+    asked = [*turns, *_question(problem)]
+    opened = chat_text(tokenizer, asked, tools=tools)
+    call = _solution(problem)[0]
+    answered = chat_text(tokenizer, [*asked, call], asked=False, tools=tools)
+    begun, name, _ = answered.removeprefix(opened).partition(call["tool_calls"][0]["function"]["name"])
+    whole = opened + begun
+    if not (answered.startswith(opened) and name and all(each["name"] in whole for each in functions)):
         raise EvaluationError("the model's chat template takes no tools, which bfcl needs; choose a model that does.")
     before = chat_text(tokenizer, turns, asked=False, tools=tools) if turns else ""
     if not whole.startswith(before):
         raise ValueError("the chat template writes earlier turns differently when another one follows.")
     ids, earlier = encode(tokenizer, whole[len(before) :]), encode(tokenizer, before)
-    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), {"accepted": problem["accepted"]}, earlier)
+    reference = {"accepted": problem["accepted"], "begun": begun}
+    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, earlier)
 
 
 def conversation(
@@ -166,7 +173,7 @@ def calls_in(text: str) -> list[dict[str, Any]]:
 
 def score(case: Case, text: str) -> float:
     """Returns 1 if the answer is one accepted call, else 0."""
-    calls = calls_in(text)
+    calls = calls_in(case.reference["begun"] + text)
     if len(calls) != 1:
         return 0.0
     ((name, accepted),) = case.reference["accepted"][0].items()
