@@ -145,7 +145,8 @@ def test_documents_are_measured_as_by_the_tasks(
         assert record.error is None and record.digest == document.digest
         assert set(record.metrics) == set(sums)
         for metric, expected in sums.items():
-            assert record.metrics[metric] == pytest.approx(expected, rel=1e-3, abs=1e-6), metric
+            # the logits of up to 59 positions, each with the rounding of float32
+            assert record.metrics[metric] == pytest.approx(expected, rel=1e-3, abs=59e-7), metric
         assert record.details.get("answers") == details.get("answers")
         assert record.bytes == TOKENS * LAYERS * HEADS * 2 * DIM // 32 * BLOCKS[label]
         assert record.dense_bytes == TOKENS * LAYERS * HEADS * DIM * 4

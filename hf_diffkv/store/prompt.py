@@ -8,6 +8,7 @@ The attention that keys received from them is scaled up to all later queries, as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +101,8 @@ class PromptAttention:
         moment = query_moment(store, query, self._new.valid)
         self._moment = moment if self._moment is None else self._moment + moment
         if last:
-            with noting_queries(store, layer, self._moment):
+            noting = store.lowering.moments is not None
+            with noting_queries(store, layer, self._moment) if noting else nullcontext():
                 compress(store, layer, past, self._new, self._received, self._moment)
         return output
 

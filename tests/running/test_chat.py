@@ -80,8 +80,8 @@ def test_a_talk_is_what_the_template_makes_of_it(
     whole = tokenizer.apply_chat_template(talk, tokenize=False)
     assert PROMPT + run.text == whole.removesuffix("\n") + "\n" * (max_new_tokens == 9)
     assert run.seen_tokens == len(PROMPT + run.text) - 1
-    printed = capsys.readouterr().out
-    assert printed.index(answers[0]) < printed.index("\n> ?ash=\n") < printed.index(answers[1])
+    _, echoed, printed = capsys.readouterr().out.partition(f"... {PROMPT[-60:]}\n")
+    assert echoed and printed.index(answers[0]) < printed.index("\n> ?ash=\n") < printed.index(answers[1])
 
 
 def test_a_first_message_that_failed_is_said_again(tokenizer: PreTrainedTokenizerBase) -> None:
