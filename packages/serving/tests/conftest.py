@@ -13,6 +13,7 @@ ENGINE_TESTS = [
     "batching/test_continuous.py",
     "batching/test_engine.py",
     "batching/test_many_requests.py",
+    "batching/test_no_memory.py",
     "batching/test_request_records.py",
     "batching/test_sampling.py",
     "batching/test_shared_beginnings.py",
