@@ -68,8 +68,7 @@ def find(
         raise _hub_error(error, repo, revision, "read") from error
     # a download that broke off; HTTPError belongs to the HTTP client that the Hub's library uses
     except errors.HTTPError as error:
-        reason = " ".join(str(error).split())
-        raise OSError(f"cannot download {CONFIG_NAME} of {repo} ({reason}); try again later.") from error
+        raise OSError(f"cannot download {CONFIG_NAME} of {repo} ({_reason(error)}); try again later.") from error
     return Path(found)
 
 
@@ -163,8 +162,14 @@ def push(
         raise _hub_error(error, repo_id, revision, "write") from error
     # HTTPError belongs to the HTTP client that the Hub's library uses
     except (errors.OfflineModeIsEnabled, errors.HTTPError) as error:
-        reason = " ".join(str(error).split())
-        raise OSError(f"cannot reach the Hub to write {repo_id} ({reason}); connect, or save to a folder.") from error
+        raise OSError(
+            f"cannot reach the Hub to write {repo_id} ({_reason(error)}); connect, or save to a folder."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Returns the message of an error in one line."""
+    return " ".join(str(error).split())
 
 
 def _hub_error(error: Any, repo: str, revision: str | None, doing: str) -> OSError:
@@ -182,4 +187,4 @@ def _hub_error(error: Any, repo: str, revision: str | None, doing: str) -> OSErr
             f"{repo!r} is {what} of the Hub that you may {doing}; check the name, and log in with `hf auth login` (or "
             "give token=) if it is private or yours."
         )
-    return OSError(f"the Hub cannot {doing} {repo}: {' '.join(str(error).split())}; try again later.")
+    return OSError(f"the Hub cannot {doing} {repo}: {_reason(error)}; try again later.")

@@ -294,7 +294,7 @@ def noting_queries(store: Store, layer: int, moment: Tensor | None) -> Iterator[
         moment: `second_moment` of the queries, [batch * heads, key_dim, key_dim]; None if nothing is rounded.
     """
     more = None
-    if store.lowering.moments is not None and moment is not None:
+    if moment is not None:
         # summed here, so that memory cannot run out when the prompt is stored
         more = moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
     yield

@@ -101,8 +101,8 @@ class PromptAttention:
         moment = query_moment(store, query, self._new.valid)
         self._moment = moment if self._moment is None else self._moment + moment
         if last:
-            noting = store.lowering.moments is not None
-            with noting_queries(store, layer, self._moment) if noting else nullcontext():
+            lowers = store.lowering.moments is not None
+            with noting_queries(store, layer, self._moment) if lowers else nullcontext():
                 compress(store, layer, past, self._new, self._received, self._moment)
         return output
 

