@@ -6,7 +6,8 @@ A table stands between `<!-- study: NAME METRIC,... METHOD;... -->` and `<!-- en
 studies are joined by &; without methods all of them have a row. Between `<!-- levels: NAME METHOD;... -->` and
 `<!-- end -->` stands what share of a study's tokens, over all layers and heads, each level holds by task. Between
 `<!-- field: MODEL/SUITE[/LENGTH],... METHOD;... -->` and `<!-- end -->` stands what `field.py` measured: a suite of a
-model with its groups of tasks, or several with a column each.
+model with its groups of tasks, or several with a column each. Between `<!-- long_text: FILE -->` or
+`<!-- tool_calls: FILE -->` and `<!-- end -->` stands what the script of that name wrote.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import gallery
 from field_tasks import SUITES
 from field_tasks.tables import group_of, overview, summary
 from hf_diffkv_evaluation.report import Cell, ResultRow, best_first, rows_of
+from loss_tables import long_text_table, tool_calls_table
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
 
@@ -35,6 +37,10 @@ LEVELS_MARK = r"<!-- levels: (?P<study>\S+) (?P<methods>\S+) -->\n"
 LEVELS_BLOCK = re.compile(rf"(?P<head>{LEVELS_MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
 FIELD_MARK = r"<!-- field: (?P<columns>\S+) (?P<methods>\S+) -->\n"
 FIELD_BLOCK = re.compile(rf"(?P<head>{FIELD_MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
+LOSS_BLOCK = re.compile(
+    r"(?P<head><!-- (?P<script>long_text|tool_calls): (?P<name>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
+LOSS_TABLES = {"long_text": long_text_table, "tool_calls": tool_calls_table}
 
 
 def main() -> None:
@@ -141,6 +147,7 @@ def _with_interval(cell: Cell) -> str:
 BLOCKS = {
     BLOCK: lambda match: table(**_parts(match)),
     LEVELS_BLOCK: lambda match: levels_table(match["study"], match["methods"].split(";")),
+    LOSS_BLOCK: lambda match: LOSS_TABLES[match["script"]](match["name"]),
     FIELD_BLOCK: lambda match: field_table(match["columns"].split(","), match["methods"].split(";")),
 }
 

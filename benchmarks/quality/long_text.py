@@ -109,14 +109,16 @@ def measure(model: Any, ids: tuple[int, ...], lengths: list[int], labels: list[s
     prompt = read_prompt(model, ids[: lengths[-1]])
     for length in lengths:
         part, following = beginning(prompt, length), ids[length : length + further]
-        dense = hand_over(model, get_method("dense"), part).forward(following, keep=further)
+        session = hand_over(model, get_method("dense"), part)
+        dense_bytes, dense = session.held().bytes, session.forward(following, keep=further)
         perplexity = float(torch.nn.functional.cross_entropy(dense[:-1].float(), torch.tensor(following[1:])).exp())
         for label in labels:
             with without_attention():
                 session = hand_over(model, get_method(label), part)
             held = session.held()
-            row = {"length": length, "method": label, "bytes": held.bytes, "perplexity": perplexity}
-            yield {**row, **compared(session.forward(following, keep=further), dense)}
+            row = {"length": length, "method": label, "bytes": held.bytes, "dense_bytes": dense_bytes}
+            logits = session.forward(following, keep=further)
+            yield {**row, "perplexity": perplexity, **compared(logits, dense)}
 
 
 def run(about: str, measure: Callable[..., Iterator[dict]], default_lengths: str, default_methods: str) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls of BFCL: prompts with functions and earlier calls, and scores, on made-up lines in the wheel's form."""
+"""Tool calls of BFCL: prompts with functions and calls, scores and losses, on made-up lines in the wheel's form."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from small_chat_models import byte_tokenizer
+import torch
+from small_chat_models import byte_tokenizer, tiny_chat_model
 
 from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.evaluation.methods import get_method
+from hf_diffkv.evaluation.session import Session
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<{{ tool | tojson }}>{% endfor %}"
@@ -91,6 +94,7 @@ def test_cases(bfcl: ModuleType, tokenizer: Any) -> None:
     call = '<|user|>Rain 20?</s><|assistant|>{"name": "weather.get_20", "arguments": {"city": "C20"}}</s>'
     assert call + f"<|tool|>{bfcl.RESULT}</s><|assistant|>{bfcl.COMMENT}</s>" in earlier
     assert not any(f"Rain {number}?" in earlier for number in range(10, 20))
+    assert alone.solution == behind.solution == 'weather.get_12", "arguments": {"city": "C12"}}</s>'
     # one beginning for a group
     assert len({case.earlier for case in found[25:]}) == 3
     assert [case.name for case in made(bfcl, tokenizer, tasks=("bfcl",), samples=2)] == ["p_0", "p_1"]
@@ -157,3 +161,31 @@ def test_calls_in_answers(bfcl: ModuleType, text: str, right: bool) -> None:
     call = '{"name": "weather.get", "arguments": {"city": "Bern"}}'
     assert bfcl.score(case, text.replace("CALL", call)) == float(right)
     assert bfcl.score(case, call.replace("weather.get", "weather_get")) == 0.0
+
+
+def test_losses_of_calls(bfcl: ModuleType, tokenizer: Any, script: Callable[[str], ModuleType]) -> None:
+    labels = ["diffkv:lossless", "diffkv:K4V2"]
+    model = tiny_chat_model("llama", tokenizer)
+    with torch.no_grad():
+        rows = list(script("tool_calls").measure(model, tokenizer, 12, 1500, labels))
+    cases = made(bfcl, tokenizer, tasks=("bfcl_turns",), samples=12, length=1500)
+    names = [case.name for case in cases]
+    assert [(row["question"], row["method"]) for row in rows] == [
+        (name, label) for group in (names[:10], names[10:]) for label in labels for name in group
+    ]
+    case, call = cases[11], bfcl.encode(tokenizer, cases[11].solution)
+
+    def predictions(label: str) -> tuple[torch.Tensor, int]:
+        session = Session(model, get_method(label))
+        session.forward(case.earlier)
+        held = session.held().bytes
+        return session.forward((*case.ids, *call[:-1]), keep=len(call)).double().log_softmax(-1), held
+
+    dense, dense_bytes = predictions("dense")
+    found = {row["method"]: row for row in rows if row["question"] == case.name}
+    for label, row in found.items():
+        mine, held = predictions(label)
+        kl = float((dense.exp() * (dense - mine)).sum(-1).mean())
+        assert (row["tokens"], row["bytes"], row["dense_bytes"]) == (len(call), held, dense_bytes)
+        assert row["kl"] == pytest.approx(kl, rel=0.02, abs=1e-6)
+    assert found["diffkv:lossless"]["kl"] < 1e-5 < found["diffkv:K4V2"]["kl"]

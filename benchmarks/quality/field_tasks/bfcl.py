@@ -84,7 +84,8 @@ def case_of(
     before = chat_text(tokenizer, turns, asked=False, tools=tools) if turns else ""
     ids, earlier = encode_turns(tokenizer, whole, before)
     reference = {"accepted": problem["accepted"], "begun": begun}
-    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, earlier)
+    solution = answered.removeprefix(whole)
+    return Case(task, problem["id"], ids, LIMIT, ends_of(tokenizer), reference, earlier, solution)
 
 
 def conversation(

@@ -46,6 +46,7 @@ class Case:
         ends: token ids at which the answer ends.
         reference: data for scoring, ready for JSON.
         earlier: token ids of earlier turns, which the cache holds before it reads `ids`.
+        solution: an answer that scores, where the suite writes one; not part of the digest.
     """
 
     task: str
@@ -55,10 +56,11 @@ class Case:
     ends: tuple[int, ...]
     reference: dict[str, Any] = field(default_factory=dict)
     earlier: tuple[int, ...] = ()
+    solution: str = ""
 
     @property
     def digest(self) -> str:
-        """Digest of everything but the names."""
+        """Digest of everything but the names and the solution."""
         content = [self.earlier, self.ids, self.limit, self.ends, self.reference]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,0 +1,55 @@
+"""Markdown tables of what `long_text.py` and `tool_calls.py` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_diffkv.evaluation.statistics import estimate
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def long_text_table(name: str) -> str:
+    """Formats a row for each method, with columns for each length that all rows were measured at."""
+    rows = _rows(RESULTS / "long_text" / f"{name}.json")
+    lengths = sorted({row["length"] for row in rows})
+    head = ["method"]
+    for length in lengths:
+        head += [f"{length:,} tokens: real bytes", "KL", "tail", "the same first choice"]
+    lines = [head, ["---"] * len(head)]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = {row["length"]: row for row in rows if row["method"] == method}
+        cells = [cell for length in lengths for cell in (_cells(found[length]) if length in found else ["-"] * 4)]
+        lines.append([f"`{method}`", *cells])
+    return _markdown(lines)
+
+
+def tool_calls_table(name: str) -> str:
+    """Formats a row for each method: bytes, KL of the calls' tokens, and calls all of whose first choices stay."""
+    rows = _rows(RESULTS / "tool_calls" / f"{name}.json")
+    head = ["method", "real bytes", "KL (95 %)", "the same first choice", "calls with all choices the same"]
+    lines = [head, ["---"] * len(head)]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        calls = [row for row in rows if row["method"] == method]
+        ratio = sum(row["bytes"] for row in calls) / sum(row["dense_bytes"] for row in calls)
+        kl = estimate([(row["kl"] * row["tokens"], row["tokens"]) for row in calls])
+        same = sum(row["same"] * row["tokens"] for row in calls) / sum(row["tokens"] for row in calls)
+        whole = sum(row["same"] == 1.0 for row in calls)
+        interval = f"{kl.mean:.4f} ({kl.low:.4f} to {kl.high:.4f})"
+        lines.append([f"`{method}`", f"{ratio:.1%}", interval, f"{same:.1%}", f"{whole} of {len(calls)}"])
+    return _markdown(lines)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    figures = [f"{row[name]:.4f}" for name in ("kl", "kl_99.9%")]
+    return [f"{row['bytes'] / row['dense_bytes']:.1%}", *figures, f"{row['same']:.1%}"]
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
