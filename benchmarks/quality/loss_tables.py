@@ -12,22 +12,18 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def long_text_table(name: str) -> str:
-    """Formats a row for each method, with columns for each length that all rows were measured at."""
-    rows = _rows(RESULTS / "long_text" / f"{name}.json")
-    lengths = sorted({row["length"] for row in rows})
-    head = ["method"]
-    for length in lengths:
-        head += [f"{length:,} tokens: real bytes", "KL", "tail", "the same first choice"]
-    lines = [head, ["---"] * len(head)]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        found = {row["length"]: row for row in rows if row["method"] == method}
-        cells = [cell for length in lengths for cell in (_cells(found[length]) if length in found else ["-"] * 4)]
-        lines.append([f"`{method}`", *cells])
+    """Formats a row for each length and method."""
+    lines = [["tokens", "perplexity", "method", "real bytes", "KL", "KL, 99.9 %", "the same first choice"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in _rows(RESULTS / "long_text" / f"{name}.json"):
+        figures = [f"{row[figure]:.4f}" for figure in ("kl", "kl_99.9%")]
+        about = [f"{row['length']:,}", f"{row['perplexity']:.1f}", f"`{row['method']}`"]
+        lines.append([*about, f"{row['bytes'] / row['dense_bytes']:.1%}", *figures, f"{row['same']:.1%}"])
     return _markdown(lines)
 
 
 def tool_calls_table(name: str) -> str:
-    """Formats a row for each method: bytes, KL of the calls' tokens, and calls all of whose first choices stay."""
+    """Formats a row for each method, with the mean KL of the calls' tokens."""
     rows = _rows(RESULTS / "tool_calls" / f"{name}.json")
     head = ["method", "real bytes", "KL (95 %)", "the same first choice", "calls with all choices the same"]
     lines = [head, ["---"] * len(head)]
@@ -44,11 +40,6 @@ def tool_calls_table(name: str) -> str:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"]
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    figures = [f"{row[name]:.4f}" for name in ("kl", "kl_99.9%")]
-    return [f"{row['bytes'] / row['dense_bytes']:.1%}", *figures, f"{row['same']:.1%}"]
 
 
 def _markdown(lines: list[list[str]]) -> str:
