@@ -270,12 +270,23 @@ def split_mask(
             "can only be attended by all that follow or, from some forward on, by none."
         )
     valid, new = last[:, past:], mask[..., past:]
-    if tokens > 1 and bool((new & valid[:, None, :, None] & ~valid[:, None, None]).any()):
+    if tokens > 1 and _shows_padding(new[:, 0], valid):
         raise HandOverError(
             "this attention mask hides new tokens from the last of them, which makes them padding, but shows them to "
-            "others; let the last new token see all that are not padding."
+            "others; let the last new token see all that are not padding, and give texts that are packed into one row "
+            "as rows of a batch."
         )
     return last[:, :past], valid, new
+
+
+def _shows_padding(new: Tensor, valid: Tensor) -> bool:
+    """Returns whether a token sees another one that is padding, given a mask among the new tokens.
+
+    Padding may see everything, which Transformers' masks use to avoid rows that see nothing.
+    """
+    itself = torch.eye(new.shape[-1], dtype=torch.bool, device=new.device)
+    sees_padding = (new & ~valid[:, None] & ~itself).any(-1)
+    return bool((sees_padding & (valid | ~new.all(-1))).any())
 
 
 def _as_bool(mask: Tensor) -> Tensor:

@@ -442,17 +442,36 @@ def test_masks_that_cannot_be_honoured() -> None:
     bias = torch.where(allowed, 0.5, torch.finfo(torch.float32).min)
     end = allowed.clone()
     end[0, 0, -1, past + 1] = False
+    packed = allowed.clone()
+    packed[1, 0, 3:, past : past + 3] = False
     for mask, words in (
         (hidden, ("hides some past tokens", "by none")),
         (causal, ("mask covers 5 keys", "seen 26", "past ones included")),
         (bias, ("bias", "allow or forbid")),
         (allowed.long(), ("torch.int64", "mask.bool()")),
         (end, ("hides new tokens from the last", "not padding")),
+        (packed, ("hides new tokens from the last", "rows of a batch")),
     ):
         cache = filled(model)
         with raises(HandOverError, *words):
             model(ids, attention_mask=mask, **passing(cache))
         assert_unharmed_or_refusing(model, cache)
+
+
+@pytest.mark.parametrize("rows", ["see nothing", "see themselves", "see all"])
+def test_masks_with_rows_of_padding(rows: str) -> None:
+    model = tiny_model("llama", "diffkv")
+    ids, padding = ragged_prompts((9, 5))
+    mask = (torch.ones(9, 9, dtype=torch.bool).tril() & padding.bool()[:, None])[:, None]
+    if rows != "see nothing":
+        shown = torch.eye(9, dtype=torch.bool) if rows == "see themselves" else torch.ones(9, 9, dtype=torch.bool)
+        mask = torch.where(padding.bool()[:, None, :, None], mask, shown)
+    cache, expected = DiffKVCache(model.config), DiffKVCache(model.config)
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions, **passing(cache)).logits
+    plain = model(ids, attention_mask=padding, position_ids=positions, **passing(expected)).logits
+    torch.testing.assert_close(logits[padding.bool()], plain[padding.bool()])
+    assert (cache.levels(0) == expected.levels(0)).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
