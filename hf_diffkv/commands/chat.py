@@ -235,7 +235,8 @@ class _ChatSession:
             self.talk.cache.save_pretrained(folder)
             write_talk(folder, self.options.model, self.talk.ids[0].tolist(), self.talk.first)
         except (OSError, ValueError) as error:
-            return self.complain(f"cannot save to {folder}: {one_line(error).removesuffix('.')}.")
+            reason = getattr(error, "strerror", None) or one_line(error)
+            return self.complain(f"cannot save to {folder}: {reason.removesuffix('.')}.")
         print(f"Wrote {folder}.", flush=True)
 
     def complain(self, message: str) -> None:

@@ -319,5 +319,6 @@ def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name:
     try:
         loss(config).save(path)
     except (ImportError, OSError, ValueError) as error:
-        raise Failure(f"--plot {path}: {one_line(error)}") from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise Failure(f"--plot {path}: {reason.removesuffix('.')}.") from error
     progress(f"drew {path}", quiet)

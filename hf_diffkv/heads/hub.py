@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,8 @@ def push(
         raise OSError(f"no token to write {repo_id} with; log in with `hf auth login`, or give token=.") from error
     except errors.HfHubHTTPError as error:
         raise _hub_error(error, repo_id, revision, "write") from error
-    # HTTPError belongs to the HTTP client that the Hub's library uses
-    except (errors.OfflineModeIsEnabled, errors.HTTPError) as error:
+    # HTTPError belongs to the HTTP client that the Hub's library uses; what a proxy answers may be no JSON
+    except (errors.OfflineModeIsEnabled, errors.HTTPError, JSONDecodeError) as error:
         raise OSError(
             f"cannot reach the Hub to write {repo_id} ({_reason(error)}); connect, or save to a folder."
         ) from error

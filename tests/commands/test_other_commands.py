@@ -134,6 +134,9 @@ def test_plan_predicts_and_draws_what_heads_lose(
     assert f"{ladder[1]['each_head']:.4f}" in text and text.count("%*") == 1
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert main([*plan, "--plot", str(tmp_path / "loss.odd")]) == 1
+    capsys.readouterr()
+    assert main([*plan, "--plot", "/dev/null/loss.png"]) == 1
+    assert "hf-diffkv: --plot /dev/null/loss.png: Not a directory.\n" in capsys.readouterr().err
 
 
 # chat
@@ -183,6 +186,7 @@ def test_a_talk_on_one_cache_that_is_saved_and_goes_on(
     [
         ("/nope", "there is no command /nope"),
         ("/save", "/save needs a folder."),
+        ("/save /dev/null/saved", "cannot save to /dev/null/saved: Not a directory."),
         ("a" * 4096, "the talk has"),
         ("a\udcff", "stdin is not UTF-8 text."),
     ],

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_stand_in import TOKEN, Hub
+from hub_stand_in import TOKEN, Handler, Hub
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVConfig, Precision
@@ -212,3 +212,16 @@ def test_what_may_not_be_written(hub: Hub, tmp_path: Path) -> None:
     assert push("org/name", HF_HUB_OFFLINE="1").startswith("OSError cannot reach the Hub to write org/name (")
     assert push("a/b/c", HF_TOKEN=TOKEN).startswith("ValueError repo_id='a/b/c' is no id of a repository; write OWNER/")
     assert not hub.repositories
+
+
+@pytest.mark.slow
+def test_the_page_of_a_proxy_in_place_of_the_hubs_answer(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def page(handler: Handler) -> None:
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler.answer(200, b"<html></html>")
+
+    monkeypatch.setattr(Handler, "do_POST", page)
+    found = client(hub, tmp_path, "DiffKVConfig().push_to_hub('org/name')", HF_TOKEN=TOKEN)
+    assert found.startswith("OSError cannot reach the Hub to write org/name (")

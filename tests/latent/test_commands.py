@@ -7,11 +7,12 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from latent_models import latent_model, text
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 
 from hf_diffkv import DiffKVCache, measure_heads
 from hf_diffkv.cli import main
@@ -109,3 +110,15 @@ def test_the_example(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["latents.py", "--precision", "K16V16"])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "latents.py"), run_name="__main__")
     assert "32 of 32 tokens as with DynamicCache" in capfd.readouterr().out
+
+
+def test_the_example_if_a_text_ends_early(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = iter((5, 3))
+
+    def generate(model: GenerationMixin, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.cat([ids, ids.new_zeros(1, next(lengths))], dim=1)
+
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+    monkeypatch.setattr(sys, "argv", ["latents.py"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "latents.py"), run_name="__main__")
+    assert "3 of 5 tokens as with DynamicCache" in capfd.readouterr().out
