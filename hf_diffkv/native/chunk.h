@@ -296,7 +296,8 @@ inline void soften(const Step& step, const Work& work, float query_sum, int64_t 
   Floats sums = {};
   for (t = 0; t < tokens; t += WIDTH) {
     const Floats x = load(logits + t), weight = exp2(x - shift);
-    const Floats kept = x > splat(-INFINITY) ? weight : Floats{};
+    // NaN stays NaN
+    const Floats kept = x == splat(-INFINITY) ? Floats{} : weight;
     sums += kept;
     store(logits + t, kept);
   }

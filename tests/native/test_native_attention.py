@@ -100,6 +100,21 @@ def test_nan_of_a_query_stays_in_its_output(dtype: torch.dtype, softcap: float |
     assert output[:2].isfinite().all() and output[2, 1].isfinite().all()
 
 
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.sampled(6)
+def test_nan_of_a_key_shows_in_the_outputs_of_its_row(dtype: torch.dtype, softcap: float | None) -> None:
+    """Pages hold none, but the window takes every token."""
+    case = NativeCase([5, 0, 417], [9, 33, 300], [1, 4, 5], dtype=dtype)
+    for token in range(int(case.start[2]), int(case.length[2])):
+        place = (2, 0, token % case.window_key.shape[2], 3)
+        kept = case.window_key[place].clone()
+        case.window_key[place] = torch.nan
+        output = case.run(softcap=softcap)
+        assert output[2].isnan().all() and output[:2].isfinite().all()
+        case.window_key[place] = kept
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.sampled(40)
 def test_several_layers_join_what_tokens_receive(threads, dtype: torch.dtype) -> None:

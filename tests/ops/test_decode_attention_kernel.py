@@ -482,3 +482,15 @@ def test_shipped_configurations_are_consistent(backend, dtype):
                     assert backend == "cuda" and config.operand == tl.float16
                 if dtype == torch.float32:
                     assert config.raw == config.operand == tl.float32
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 4)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nan_of_a_query_stays_in_its_output(splits, sinks, softcap):
+    case = make_case([[40], [70]], [[50], [0]], [9, 5], group=4)
+    case.query[1, 2, 3] = math.nan
+    got = run_kernel(case, splits=splits, sinks=sinks, softcap=softcap)
+    assert got[1, 2].isnan().all()
+    got[1, 2] = 0
+    assert got.isfinite().all()

@@ -125,7 +125,8 @@ def store_split(state, partial_output, partial_peak, partial_total, part, heads,
     QUARTER: tl.constexpr = quarter(VALUE_DIM)
     peak, total, acc = state
     row = part * GROUP + heads
-    tl.store(partial_peak + row, peak, mask=heads < GROUP)
+    # logits that are all NaN leave no peak; the merge would take the split for one without tokens
+    tl.store(partial_peak + row, tl.where(total == total, peak, 0.0), mask=heads < GROUP)
     tl.store(partial_total + row, total, mask=heads < GROUP)
     if attended:
         lane = tl.arange(0, padded(QUARTER))
