@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.calibration.heads import mean_kl
 from hf_diffkv.compat import passing
 from hf_diffkv.running.models import load_model
 
@@ -52,6 +51,12 @@ def read(model: PreTrainedModel, cache: Cache, ids: Tensor, attention: str) -> t
     return at_once.float(), torch.cat(singly).float()
 
 
+def mean_kl(exact: Tensor, logits: Tensor) -> float:
+    """Returns the mean KL, in nats, from the predictions of `exact`, [positions, vocabulary], to those of `logits`."""
+    theirs, mine = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
+    return float((theirs.exp() * (theirs - mine)).sum(-1).mean())
+
+
 def measure(session: Session, model: PreTrainedModel, name: str, texts: Tensor) -> None:
     """Adds a row for each preset, and one for the dense cache with another attention, which is rounding alone."""
     makers: dict[str, Callable[[], Cache]] = {
@@ -68,7 +73,7 @@ def measure(session: Session, model: PreTrainedModel, name: str, texts: Tensor) 
             if isinstance(cache, DiffKVCache):
                 memory = cache.memory()
                 share = memory.bytes / memory.dense_bytes
-            pair = (mean_kl(theirs, theirs.softmax(-1), mine) for mine, theirs in zip(got, dense))
+            pair = (mean_kl(theirs, mine) for mine, theirs in zip(got, dense))
             found[label].append((*pair, float(same.float().mean()), share))
     for label, values in found.items():
         at_once, singly, same, share = map(statistics.fmean, zip(*values))

@@ -43,14 +43,12 @@ class Progress:
             self._bar.write(text, file=sys.stderr)
             sys.stderr.flush()
 
-    def resume(self, documents: int, layers: int, of_layers: int) -> None:
-        """Reports earlier measurements: whole documents, and layers of the next one."""
+    def resume(self, documents: int) -> None:
+        """Reports documents that were measured before."""
         self._whole = documents
-        parts = [f"{documents} of {_documents(self._count)}"] if documents else []
-        parts += [f"{layers} of {of_layers} layers of the {_ordinal(documents + 1)}"] if layers else []
-        if parts:
-            verb = "was" if documents + layers == 1 else "were"
-            self.say(f"{' and '.join(parts)} {verb} measured before; going on with the {_ordinal(documents + 1)}")
+        if documents:
+            verb = "was" if documents == 1 else "were"
+            self.say(f"{documents} of {_documents(self._count)} {verb} measured before")
 
     def begin(self, name: str) -> None:
         """Notes that a document begins."""
@@ -101,8 +99,3 @@ def _duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

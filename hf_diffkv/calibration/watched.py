@@ -1,9 +1,10 @@
-"""Records a prompt's keys, values and queries in a model, and shows them to later forwards."""
+"""Records a prompt's keys, values and queries in a model, and the attention of the tokens that follow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.attention import diffkv_attention, diffkv_mask
+from ..cache.latent import EXPAND_METHOD
 from ..cache.supported_models import cache_layers
 from ..cache.switching import set_attention
 from ..compat import attention_of, forget_attention, passing
@@ -22,39 +24,85 @@ WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """One call of the attention function by the tokens that follow a prompt, the same ones in every row.
+
+    Attributes:
+        module: attention module of the layer that reads the keys and values.
+        arguments: query, key, value, mask and scaling of the first row.
+        options: further arguments.
+        output: attention output of the first row, [1, tokens, query_heads, value_dim].
+        change: zeros that were added to the output of all rows, for gradients.
+    """
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    output: Tensor
+    change: Tensor
+
+
 class WatchedLayer(DynamicLayer):
-    """Cache layer that records a prompt's keys, values and queries, and later only shows keys and values to forwards.
+    """Cache layer that records a prompt's keys, values and queries, and then how further tokens read them.
 
     Attributes:
         queries: queries of the prompt, [1, query_heads, tokens, key_dim] for each layer that reads these keys.
-        readers: attention modules that these queries came from.
         options: softcap and attention sinks given with the queries.
-        shown: keys and values, [rows or 1, heads, tokens, dim], that a forward attends to in addition to its own; None
-            while recording.
+        readings: attention of the tokens that follow, by each layer that reads these keys; None in the prompt.
+        whole: keys and values of the prompt and the tokens that follow, [1, heads, tokens, dim].
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.queries: list[Tensor] = []
-        self.readers: list[nn.Module] = []
         self.options: dict[str, Any] = {}
-        self.shown: tuple[Tensor, Tensor] | None = None
+        self.readings: list[Reading] | None = None
+        self.whole: tuple[Tensor, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.shown is None:
+        if self.readings is None:
             key, value = super().update(key_states, value_states)
             key, value = key.view_as(key), value.view_as(value)
-            setattr(key, WATCHED_TAG, self)
-            return key, value
-        rows = key_states.shape[0]
-        both = zip(self.shown, (key_states, value_states))
-        key, value = (torch.cat([past.expand(rows, -1, -1, -1), new], dim=2) for past, new in both)
+        else:
+            pairs = ((self.keys, key_states), (self.values, value_states))
+            key, value = (torch.cat([past.expand(len(new), -1, -1, -1), new], dim=2) for past, new in pairs)
+            self.whole = key[:1].detach(), value[:1].detach()
+        setattr(key, WATCHED_TAG, self)
         return key, value
 
-    def note(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> None:
-        self.queries.append(query)
-        self.readers.append(module)
-        self.options = {name: options.get(name) for name in ("softcap", "s_aux")}
+    def attend(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+        """Computes attention over the layer, and notes the queries of the prompt or how further tokens read it."""
+        output = _attention(module, *arguments, **options)
+        if self.readings is None:
+            self.queries.append(self._query(arguments[0]))
+            given = options | (options.get("kwargs") or {})
+            self.options = {name: given.get(name) for name in ("softcap", "s_aux")}
+            return output
+        change = torch.zeros_like(output, requires_grad=True)
+        first = tuple(each[:1].detach() if isinstance(each, Tensor) else each for each in arguments)
+        self.readings.append(Reading(module, first, options, output[:1].detach(), change))
+        return output + change
+
+    def changed(self, reading: Reading, keys: Tensor, values: Tensor) -> Tensor:
+        """Returns by how much a reading's output changes with other keys and values of the prompt.
+
+        Args:
+            reading: one of the layer's readings.
+            keys, values: keys and values of the prompt, [heads, tokens, dim].
+        """
+        query, _, _, *rest = reading.arguments
+        with torch.no_grad():
+            shown = self._shown(reading.module, *map(_begun_with, self.whole, (keys, values)))
+            return _attention(reading.module, query, *shown, *rest, **reading.options) - reading.output
+
+    def _query(self, query: Tensor) -> Tensor:
+        """Returns the elements of a query that meet the layer's keys."""
+        return query
+
+    def _shown(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values as the attention function gets them."""
+        return keys, values
 
 
 class WatchedLatents(WatchedLayer):
@@ -67,13 +115,16 @@ class WatchedLatents(WatchedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes latents as `key_states` and rotary keys as `value_states`."""
-        WatchedLatents.expected = self if self.shown is None else None
+        WatchedLatents.expected = self
         rope, latent = super().update(value_states, key_states)
         return latent, rope
 
-    def note(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> None:
+    def _query(self, query: Tensor) -> Tensor:
         # rotary elements come last
-        super().note(module, query[..., -self.keys.shape[3] :], options)
+        return query[..., -self.keys.shape[3] :]
+
+    def _shown(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return getattr(module, EXPAND_METHOD)(values, keys)
 
 
 def watched_attention(
@@ -85,13 +136,31 @@ def watched_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes ordinary attention, and passes the queries to recording layers."""
+    """Computes ordinary attention, by the layer whose keys these are if it is watched."""
     layer, WatchedLatents.expected = getattr(key, WATCHED_TAG, WatchedLatents.expected), None
-    if layer is not None:
-        layer.note(module, query, kwargs | (kwargs.get("kwargs") or {}))
-    elif query.shape[2] < key.shape[2] and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        return _of_few_queries(query, key, value, attention_mask, scaling), None
-    return diffkv_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    arguments = query, key, value, attention_mask, scaling
+    return _attention(module, *arguments, **kwargs) if layer is None else layer.attend(module, arguments, kwargs), None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    **options: Any,
+) -> Tensor:
+    """Returns the attention output, [1, tokens, query_heads, value_dim]."""
+    plain = options.get("softcap") is None and options.get("s_aux") is None
+    if plain and query.shape[2] < key.shape[2]:
+        return _of_few_queries(query, key, value, mask, scaling)
+    return diffkv_attention(module, query, key, value, mask, scaling, **options)[0]
+
+
+def _begun_with(tensor: Tensor, beginning: Tensor) -> Tensor:
+    """Returns a copy of [1, heads, tokens, dim] whose first tokens are those of [heads, tokens, dim]."""
+    return torch.cat([beginning[None].to(tensor.dtype), tensor[:, :, beginning.shape[1] :]], dim=2)
 
 
 def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -155,25 +224,8 @@ def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[Watch
 
 
 def run_tokens(model: Any, ids: Tensor, start: int, cache: Cache, keep: int | Tensor) -> Tensor:
+    """Returns logits in float32, [1, kept, vocabulary], of tokens from position `start` on."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)
     return model(
         input_ids=ids, position_ids=positions[None], **passing(cache), use_cache=True, logits_to_keep=keep
     ).logits.float()
-
-
-def decoder_blocks(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[nn.Module]:
-    """Finds the decoder's blocks: the list of modules that each contain the attention of at most one layer.
-
-    Returns:
-        The blocks in order; empty if the model has no such list.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) >= len(layers):
-            owners = [[i for i, block in enumerate(module) if contains(block, layer.readers[0])] for layer in layers]
-            if all(len(found) == 1 for found in owners) and sorted(owners) == owners:
-                return list(module)
-    return []
-
-
-def contains(block: nn.Module, module: nn.Module) -> bool:
-    return any(part is module for part in block.modules())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, POSITIONS, documents_for, recalling
-from hf_diffkv.calibration.heads import mean_kl, measure, measure_heads
+from hf_diffkv.calibration.gradients import Following
+from hf_diffkv.calibration.heads import measure, measure_heads
 from hf_diffkv.calibration.watched import in_float32
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.errors import EvaluationError
@@ -41,17 +41,6 @@ def measured(model: PreTrainedModel, given: Document | None = None) -> Sensitivi
 
 
 @torch.no_grad()
-def log_probabilities(model: PreTrainedModel, damage: dict[tuple[int, str, int], Tensor]) -> Tensor:
-    """float64 [positions, vocabulary] behind a dense prompt of which some heads' tokens are replaced."""
-    given, cache = document(), DynamicCache(config=model.config)
-    model(torch.tensor([given.context]), **passing(cache))
-    for (layer, part, head), tokens in damage.items():
-        getattr(cache.layers[layer], part)[0, head] = tokens
-    logits = model(torch.tensor([given.continuation]), **passing(cache)).logits[0]
-    return logits[COUNTED].double().log_softmax(-1)
-
-
-@torch.no_grad()
 def held_by_a_cache(model: PreTrainedModel, precision: Precision) -> DiffKVCache:
     fields = {"window": 32, "adaptive_rounding": True, "metadata_bits": 16, "alpha_high": 0.0}
     cache = DiffKVCache(model.config, DiffKVConfig(high=precision, low=precision, **fields))
@@ -62,21 +51,31 @@ def held_by_a_cache(model: PreTrainedModel, precision: Precision) -> DiffKVCache
     return cache
 
 
+class Noting(Following):
+    """Notes the keys and values whose losses are asked for."""
+
+    asked: list[tuple[Tensor, Tensor]] = []
+
+    def losses(self, index: int, keys: Tensor, values: Tensor) -> tuple[list[float], list[float]]:
+        assert index == len(self.asked)
+        self.asked.append((keys, values))
+        return super().losses(index, keys, values)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_are_those_of_a_dense_cache_with_the_stored_tokens(family: str) -> None:
+def test_losses_are_those_of_the_tokens_that_caches_hold(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family in SLIDING else {}
     model = tiny_model(family, "eager", num_hidden_layers=4, **options)
+    monkeypatch.setattr(Noting, "asked", [])
+    monkeypatch.setattr(heads_module, "Following", Noting)
     found = measured(model)
-    exact = log_probabilities(model, {})
-    for part, precision in (("keys", Precision(3, 16)), ("values", Precision(16, 2))):
+    for part, precision in ((0, Precision(3, 16)), (1, Precision(16, 2))):
         cache = held_by_a_cache(model, precision)
-        assert len(getattr(found, part)) == len(cache.compressed_layers())
+        assert len(Noting.asked) == len(cache.compressed_layers()) == len(found.keys) == len(found.values)
         for index, layer in enumerate(cache.compressed_layers()):
-            tokens = cache.dequantize(layer)[0 if part == "keys" else 1]
-            for head in range(2):
-                damaged = log_probabilities(model, {(layer, part, head): tokens[0, head]})
-                expected = float((exact.exp() * (exact - damaged)).sum(-1).mean())
-                assert getattr(found, part)[index][head] == pytest.approx(expected, rel=2e-3, abs=1e-7)
+            held = cache.dequantize(layer)[part][0]
+            torch.testing.assert_close(Noting.asked[index][part], held, rtol=1e-4, atol=1e-4)
+    assert all(loss > 0 for figures in (found.keys, found.values) for layer in figures for loss in layer)
 
 
 def test_the_head_that_matters_is_found() -> None:
@@ -94,32 +93,12 @@ def test_the_head_that_matters_is_found() -> None:
         assert losses.abs().max() == 0
 
 
-def test_many_heads_are_measured_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama", num_key_value_heads=4)
-    at_once = measured(model)
-    monkeypatch.setattr(heads_module, "MOST_TOKENS", 3 * TAIL)
-    one_by_one = measured(model)
-    for part in ("keys", "values"):
-        one, other = (torch.tensor(getattr(found, part)) for found in (one_by_one, at_once))
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-8)
-
-
 def test_errors_fall_with_every_bit() -> None:
     found = measured(tiny_model("llama"))
     for curve in (found.key_errors, found.value_errors):
         errors = list(curve.values())
         assert list(curve) == [2, 3, 4, 5, 6, 8]
         assert all(0 < more < 0.5 * fewer for fewer, more in zip(errors, errors[1:]))
-
-
-def test_small_losses_are_exact() -> None:
-    generator = torch.Generator().manual_seed(0)
-    exact = 5 * torch.randn(7, 50, generator=generator)
-    for size in (1e-4, 1e-2, 1.0):
-        other = exact + size * torch.randn(7, 50, generator=generator)
-        p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
-        expected = float((p.exp() * (p - q)).sum(-1).mean())
-        assert mean_kl(exact, exact.softmax(-1), other) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -137,18 +116,6 @@ def test_half_precision_is_measured_in_float32() -> None:
     in_half = measured(model)
     exactly = measured(model.float())
     assert in_half.keys == exactly.keys and in_half.values == exactly.values
-
-
-def test_batches_fit() -> None:
-    def rows(following: int, positions: int, tokens: int) -> int:
-        replay = SimpleNamespace(
-            logits=torch.empty(positions, tokens, device="meta"), following=torch.empty(1, following)
-        )
-        return heads_module._most_rows(replay)
-
-    assert (rows(32, 32, 1000), rows(64, 64, 1000), rows(4096, 10, 1000)) == (32, 16, 1)
-    # 13 rows of these logits fit
-    assert rows(32, 64, 151_936) == 13 and rows(32, 64, 10**9) == 1
 
 
 def test_the_digest_is_of_the_weights() -> None:

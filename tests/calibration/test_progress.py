@@ -44,12 +44,12 @@ def whole(model: PreTrainedModel) -> Measured:
 
 
 class Counted:
-    """Measures layers, and is interrupted at one of them."""
+    """Measures documents, and is interrupted at one of them."""
 
     def __init__(self, interrupted_at: int | None = None) -> None:
-        self.original, self.calls, self.interrupted_at = heads_module.DamagedLayer.of, 0, interrupted_at
+        self.original, self.calls, self.interrupted_at = heads_module.Following, 0, interrupted_at
 
-    def __call__(self, *arguments: Any) -> dict[str, Any]:
+    def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
         if self.calls == self.interrupted_at:
             raise KeyboardInterrupt
@@ -57,33 +57,29 @@ class Counted:
 
 
 def interrupted(model: PreTrainedModel, folder: Path, at: int, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(heads_module.DamagedLayer, "of", Counted(at))
-    # one layer in a batch
-    patch.setattr(heads_module, "MOST_TOKENS", 40)
+    patch.setattr(heads_module, "Following", Counted(at))
     with pytest.raises(KeyboardInterrupt):
         measure(model, DOCUMENTS, folder, quiet=True)
     patch.undo()
 
 
-# in the middle of a document, at its first layer, and in the first document
-@pytest.mark.parametrize("at", [LAYERS + 3, 2 * LAYERS + 1, 2])
-def test_an_interrupted_run_goes_on_in_the_middle_of_a_document(
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_an_interrupted_run_goes_on_with_the_next_document(
     model: PreTrainedModel, whole: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     interrupted(model, tmp_path, at, monkeypatch)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     rest = Counted()
-    monkeypatch.setattr(heads_module, "MOST_TOKENS", 40)
-    monkeypatch.setattr(heads_module.DamagedLayer, "of", rest)
+    monkeypatch.setattr(heads_module, "Following", rest)
     again = measure(model, DOCUMENTS, tmp_path, quiet=True)
-    assert rest.calls == LAYERS * len(DOCUMENTS) - (at - 1)
+    assert rest.calls == len(DOCUMENTS) - (at - 1)
     assert again.sensitivity == whole.sensitivity
     for mine, expected in zip(again.queries.triangles, whole.queries.triangles):
         assert torch.equal(mine, expected)
     # nothing is left to do
     assert measure(model, DOCUMENTS, tmp_path, quiet=True).sensitivity == whole.sensitivity
-    assert rest.calls == LAYERS * len(DOCUMENTS) - (at - 1)
+    assert rest.calls == len(DOCUMENTS) - (at - 1)
 
 
 def test_moments_are_those_of_prompts_alone(model: PreTrainedModel, whole: Measured) -> None:
@@ -132,10 +128,7 @@ def test_a_line_for_each_document_where_there_is_no_terminal(
 
 @pytest.mark.parametrize(
     ("at", "said"),
-    [
-        (2 * LAYERS + 1, "2 of 4 documents were measured before; going on with the 3rd"),
-        (LAYERS + 3, "1 of 4 documents and 2 of 3 layers of the 2nd were measured before; going on with the 2nd"),
-    ],
+    [(3, "2 of 4 documents were measured before"), (2, "1 of 4 documents was measured before")],
 )
 def test_it_is_said_what_is_taken_over(
     model: PreTrainedModel,
@@ -150,7 +143,7 @@ def test_it_is_said_what_is_taken_over(
     measure(model, DOCUMENTS, tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == said and lines[-1].startswith("document 4 of 4 (random-3)")
-    assert len(lines) == 2 + len(DOCUMENTS) - (at - 1) // LAYERS
+    assert len(lines) == 2 + len(DOCUMENTS) - (at - 1)
     measure(model, DOCUMENTS, tmp_path)
     assert capsys.readouterr().err == ""
 

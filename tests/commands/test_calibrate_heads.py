@@ -92,17 +92,15 @@ def first_run(model: PreTrainedModel, user_folder: Path) -> tuple[list[str], Run
     """The command with nothing but a model, interrupted and run again, on short documents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
-        # one layer in a batch
-        patch.setattr(heads_module, "MOST_TOKENS", 128)
-        advised, original, calls = advice(model), heads_module.DamagedLayer.of, []
+        advised, original, calls = advice(model), heads_module.Following, []
 
-        def measure(*arguments: Any) -> heads_module.DamagedLayer:
+        def measure(*arguments: Any) -> heads_module.Following:
             calls.append(arguments)
-            if len(calls) == 9:
+            if len(calls) == 3:
                 raise KeyboardInterrupt
             return original(*arguments)
 
-        patch.setattr(heads_module.DamagedLayer, "of", measure)
+        patch.setattr(heads_module, "Following", measure)
         interrupted = run("--model", model.name_or_path)
         return advised, interrupted, run("--model", model.name_or_path)
 
@@ -131,7 +129,7 @@ def test_the_advised_command_works_as_it_stands(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
-    monkeypatch.setattr(heads_module.DamagedLayer, "of", refuse)
+    monkeypatch.setattr(heads_module, "Following", refuse)
     assert first_run[0][0] == "--model" and len(first_run[0]) == 2
     done = run(*first_run[0])
     assert done.code == 0 and "DiffKVCache(model)" in done.out
@@ -148,7 +146,7 @@ def test_advice_leads_to_the_same_measurements(calibrated: Path, monkeypatch: py
     def refuse(*args: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(heads_module.DamagedLayer, "of", refuse)
+    monkeypatch.setattr(heads_module, "Following", refuse)
     done = run("--model", str(TINY_LM), "--output", str(calibrated), "--length", "900", "--ratio", "0.21")
     advised = [shlex.split(line) for line in done.out.splitlines() if line.startswith("  hf-diffkv calibrate")]
     assert run(*advised[0][2:]).code == 0
@@ -161,10 +159,9 @@ def test_an_interrupted_command_says_how_to_go_on(first_run: tuple[list[str], Ru
     assert interrupted.code == 130
     last = interrupted.err.splitlines()[-1]
     assert last.startswith("hf-diffkv: interrupted. What was measured is kept in ") and "the same command" in last
-    said = "1 of 8 documents and 2 of 6 layers of the 2nd were measured before; going on with the 2nd"
-    assert said in done.err.splitlines()
+    assert "2 of 8 documents were measured before" in done.err.splitlines()
     assert [line.split(" (")[0] for line in done.err.splitlines() if line.startswith("document ")] == [
-        f"document {number} of 8" for number in range(2, 9)
+        f"document {number} of 8" for number in range(3, 9)
     ]
     for one in (interrupted, done):
         assert "have not been measured" not in one.err
@@ -253,7 +250,7 @@ def test_another_ratio_measures_nothing(calibrated: Path, monkeypatch: pytest.Mo
     larger = config.with_ratio(0.3)
     assert larger.with_ratio(0.21) == config and larger.calibration["sensitivity"] == config.calibration["sensitivity"]
     assert larger.calibration["predicted_kl"] < config.calibration["predicted_kl"]
-    monkeypatch.setattr(heads_module.DamagedLayer, "of", refuse)
+    monkeypatch.setattr(heads_module, "Following", refuse)
     assert command(calibrated, "--ratio", "0.3") == 0
     assert DiffKVConfig.from_pretrained(calibrated) == larger
     with pytest.raises(ValueError, match="target_ratio=0.05 is below what K2V2 takes of every head, 0.141"):

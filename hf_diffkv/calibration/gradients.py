@@ -1,0 +1,112 @@
+"""Losses from changes of single heads, through gradients of the predictions that follow a prompt.
+
+Other keys or values of a head change the output of its layer's attention by d. To second order the KL divergence of a
+later prediction is then the mean of (g d)^2 / 2 over random g. These are gradients, with respect to that output, of the
+sum of e_y sqrt(p_y) (l_y - E l) over tokens y, with random signs e_y, probabilities p_y and logits l_y: their second
+moment is the Fisher information. So one backward pass with a few rows serves all heads of all layers, and each layer
+only repeats its own attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..evaluation.errors import EvaluationError
+from .differentiable import differentiable
+from .watched import WatchedLayer, run_tokens
+
+# random gradients of a document
+SAMPLES = 8
+
+
+class Following:
+    """Tokens that follow a prompt, with random gradients of their predictions.
+
+    Args:
+        model: model within `watching`.
+        layers: layers of the model's cache after the prompt, from `run_prompt`.
+        following: token ids that follow.
+        positions: positions in `following` whose predictions count.
+        signs: random signs, [samples, positions, vocabulary]; None draws `SAMPLES`, always the same ones.
+
+    Raises:
+        EvaluationError: the model cannot be differentiated.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[Any],
+        following: Sequence[int],
+        positions: Sequence[int],
+        signs: Tensor | None = None,
+    ) -> None:
+        self._layers = [layer for layer in layers if isinstance(layer, WatchedLayer)]
+        self._predictions = len(positions)
+        chosen = torch.tensor(list(positions), device=model.device)
+        # a row for each gradient
+        rows = SAMPLES if signs is None else len(signs)
+        ids = torch.tensor([list(following)], device=model.device).expand(rows, -1)
+        for layer in layers:
+            if isinstance(layer, WatchedLayer):
+                layer.readings = []
+            else:
+                layer.reorder_cache(torch.zeros(rows, dtype=torch.int64, device=model.device))
+        start = self._layers[0].keys.shape[2]
+        with torch.inference_mode(False), torch.enable_grad(), differentiable(model):
+            logits = run_tokens(model, ids, start, Cache(layers=list(layers)), chosen)
+            signs = random_signs(following, *logits.shape[1:]) if signs is None else signs
+            self._gradients = self._differentiated(model, logits, signs.to(logits.device))
+
+    def losses(self, index: int, keys: Tensor, values: Tensor) -> tuple[list[float], list[float]]:
+        """Returns the mean KL, in nats, if one head has other keys, and if it has other values.
+
+        Args:
+            index: index of the compressed layer.
+            keys, values: other keys and values of the prompt, [heads, tokens, dim].
+
+        Returns:
+            KL for each head's keys, and for each head's values.
+        """
+        layer = self._layers[index]
+        return self._losses(index, keys, layer.values[0]), self._losses(index, layer.keys[0], values)
+
+    def _losses(self, index: int, keys: Tensor, values: Tensor) -> list[float]:
+        # of each sample and head
+        total: Tensor | float = 0.0
+        for reading, gradients in zip(self._layers[index].readings or (), self._gradients[index]):
+            change = self._layers[index].changed(reading, keys, values)[0].float()
+            # query heads that share a KV head stand together
+            parts = (tensor.flatten(-2).unflatten(-1, (len(keys), -1)) for tensor in (gradients, change))
+            total = total + torch.einsum("sthd,thd->sh", *parts)
+        return (torch.as_tensor(total).square().mean(0) / (2 * self._predictions)).tolist()
+
+    def _differentiated(self, model: Any, logits: Tensor, signs: Tensor) -> list[list[Tensor]]:
+        """Returns the gradients of each layer's readings, float32 [samples, tokens, query_heads, value_dim]."""
+        leaves = [reading.change for layer in self._layers for reading in layer.readings or ()]
+        # the same in every row
+        probabilities = logits[:1].detach().softmax(-1)
+        weight = probabilities.sqrt() * signs
+        weight.addcmul_(probabilities, weight.sum(-1, keepdim=True), value=-1)
+        try:
+            each = iter(torch.autograd.grad(logits, leaves, weight))
+        except RuntimeError as error:
+            raise EvaluationError(
+                f"heads are measured by gradients, and {type(model).__name__} has none ({error}); load it without "
+                "quantised weights, or with kernels that can be differentiated."
+            ) from error
+        return [[next(each).float() for _ in layer.readings or ()] for layer in self._layers]
+
+
+def random_signs(following: Sequence[int], positions: int, vocabulary: int, samples: int = SAMPLES) -> Tensor:
+    """Returns random signs that depend on the tokens only, int8 [samples, positions, vocabulary] on the CPU."""
+    digest = hashlib.sha256(str(list(following)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+    shape = samples, positions, vocabulary
+    return torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
