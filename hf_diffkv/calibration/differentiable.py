@@ -13,6 +13,9 @@ from ..evaluation.errors import EvaluationError
 
 # inputs of a layer whose weights are found at once
 PART = 1024
+# dtypes of quantised weights; elsewhere than in linear layers integers of 32 bits are positions and the like
+QUANTISED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTISED_LINEAR = (*QUANTISED, torch.int32)
 
 
 class _Product(torch.autograd.Function):
@@ -44,9 +47,10 @@ def differentiable(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if not _is_quantised(module):
+            linear = hasattr(module, "in_features") and hasattr(module, "out_features")
+            if not _is_quantised(module, QUANTISED_LINEAR if linear else QUANTISED):
                 continue
-            if not hasattr(module, "in_features") or not hasattr(module, "out_features"):
+            if not linear:
                 raise EvaluationError(
                     f"heads are measured by gradients, which {type(module).__name__} ({name}) has none of; load the "
                     "model without quantised weights."
@@ -55,9 +59,9 @@ def differentiable(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _is_quantised(module: nn.Module) -> bool:
+def _is_quantised(module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> bool:
     weights = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(weight.ndim > 1 and (weight.itemsize == 1 or not weight.is_floating_point()) for weight in weights)
+    return any(weight.ndim > 1 and weight.dtype in dtypes for weight in weights)
 
 
 @contextmanager
