@@ -33,6 +33,8 @@ from .watched import WatchedLayer, in_float32, run_prompt, watching
 
 # bits of keys and of values at which errors are measured
 MEASURED_BITS = (2, 3, 4, 5, 6, 8)
+# work of a token that follows, with its gradient, and of a stored one, beside a token of the prompt
+FOLLOWING_WORK, STORING_WORK = 3.0, 0.4
 
 
 @dataclass(frozen=True)
@@ -146,17 +148,21 @@ def _measure_one(model: Any, document: Document, layers: int, kept: Kept, sums: 
         following = Following(model, cached, document.continuation, document.extra[POSITIONS])
         progress.advance(_of_following(document))
         figures = [_figures_of(following, index, layer) for index, layer in enumerate(watched)]
+        progress.advance(_of_stores(document))
         kept.add(document, figures, time.perf_counter() - started)
 
 
-def _work(document: Document) -> int:
-    """Returns the work of a document in tokens that the model reads."""
-    return len(document.context) + _of_following(document)
+def _work(document: Document) -> float:
+    """Returns the work of a document, in tokens of a prompt."""
+    return len(document.context) + _of_following(document) + _of_stores(document)
 
 
-def _of_following(document: Document) -> int:
-    # a backward pass takes as much as a forward one, as weights need no gradients
-    return (1 + SAMPLES) * len(document.continuation)
+def _of_following(document: Document) -> float:
+    return FOLLOWING_WORK * SAMPLES * len(document.continuation)
+
+
+def _of_stores(document: Document) -> float:
+    return STORING_WORK * len(document.context)
 
 
 def _figures_of(following: Following, index: int, layer: WatchedLayer) -> dict[str, Any]:
