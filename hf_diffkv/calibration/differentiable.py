@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..evaluation.errors import EvaluationError
 
-# inputs of a layer whose weights are found at once
-PART = 1024
+# inputs of a layer whose weights are found by one product
+SINGLE_INPUTS = 1024
 # dtypes of quantised weights; elsewhere than in linear layers integers of 32 bits are positions and the like
 QUANTISED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTISED_LINEAR = (*QUANTISED, torch.int32)
@@ -30,8 +30,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         bias, count = ctx.layer(ctx.like), ctx.like.shape[-1]
         parts = []
-        for start in range(0, count, PART):
-            rows = torch.arange(start, min(start + PART, count), device=gradient.device)
+        for start in range(0, count, SINGLE_INPUTS):
+            rows = torch.arange(start, min(start + SINGLE_INPUTS, count), device=gradient.device)
             single = ctx.like.expand(len(rows), -1).clone()
             single[torch.arange(len(rows)), rows] = 1.0
             parts.append(gradient @ (ctx.layer(single) - bias).mT)

@@ -22,7 +22,7 @@ from .differentiable import differentiable
 from .watched import WatchedLayer, run_tokens
 
 # random gradients of a document
-SAMPLES = 8
+GRADIENTS = 8
 
 
 class Following:
@@ -33,7 +33,7 @@ class Following:
         layers: layers of the model's cache after the prompt, from `run_prompt`.
         following: token ids that follow.
         positions: positions in `following` whose predictions count.
-        signs: random signs, [samples, positions, vocabulary]; None draws `SAMPLES`, always the same ones.
+        signs: random signs, [samples, positions, vocabulary]; None draws `GRADIENTS`, always the same ones.
 
     Raises:
         EvaluationError: the model cannot be differentiated.
@@ -51,7 +51,7 @@ class Following:
         self._predictions = len(positions)
         chosen = torch.tensor(list(positions), device=model.device)
         # a row for each gradient
-        rows = SAMPLES if signs is None else len(signs)
+        rows = GRADIENTS if signs is None else len(signs)
         ids = torch.tensor([list(following)], device=model.device).expand(rows, -1)
         for layer in layers:
             if isinstance(layer, WatchedLayer):
@@ -104,7 +104,7 @@ class Following:
         return [[next(each).float() for _ in layer.readings or ()] for layer in self._layers]
 
 
-def random_signs(following: Sequence[int], positions: int, vocabulary: int, samples: int = SAMPLES) -> Tensor:
+def random_signs(following: Sequence[int], positions: int, vocabulary: int, samples: int = GRADIENTS) -> Tensor:
     """Returns random signs that depend on the tokens only, int8 [samples, positions, vocabulary] on the CPU."""
     digest = hashlib.sha256(str(list(following)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))

@@ -24,7 +24,7 @@ from ..heads.recognition import mark_of
 from ..heads.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
 from ..heads.weights import model_digest
 from .documents import DOCUMENT_LENGTH, POSITIONS, digest_of, documents_for
-from .gradients import SAMPLES, Following
+from .gradients import GRADIENTS, Following
 from .kept import Kept
 from .progress import Progress
 from .queries import QuerySums
@@ -158,7 +158,7 @@ def _work(document: Document) -> float:
 
 
 def _of_following(document: Document) -> float:
-    return FOLLOWING_WORK * SAMPLES * len(document.continuation)
+    return FOLLOWING_WORK * GRADIENTS * len(document.continuation)
 
 
 def _of_stores(document: Document) -> float:

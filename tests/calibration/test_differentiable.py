@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("part", [1024, 3])
 def test_the_gradient_is_that_of_the_weights(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differentiable_module, "PART", part)
+    monkeypatch.setattr(differentiable_module, "SINGLE_INPUTS", part)
     layer = Quantised(7, 5)
     given = torch.randn(2, 3, 7, requires_grad=True)
     with differentiable(nn.Sequential(layer)):

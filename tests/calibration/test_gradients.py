@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv.cache.attention import diffkv_attention
-from hf_diffkv.calibration.gradients import SAMPLES, Following, random_signs
+from hf_diffkv.calibration.gradients import GRADIENTS, Following, random_signs
 from hf_diffkv.calibration.watched import run_prompt, watched_attention, watching
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.errors import EvaluationError
@@ -116,13 +116,13 @@ def test_random_signs_estimate_the_loss() -> None:
     exact, few, many = found
     # the square of a normal variable has a relative deviation of sqrt(2)
     assert ((many / exact - 1).abs() < 5 * (2 / 500) ** 0.5).all()
-    assert ((few / exact - 1).abs() < 5 * (2 / SAMPLES) ** 0.5).all() and not torch.equal(few, exact)
+    assert ((few / exact - 1).abs() < 5 * (2 / GRADIENTS) ** 0.5).all() and not torch.equal(few, exact)
 
 
 def test_signs_depend_on_the_tokens_alone() -> None:
     signs = random_signs(FOLLOWING, 5, 128)
     torch.manual_seed(5)
-    assert torch.equal(signs, random_signs(FOLLOWING, 5, 128)) and signs.shape == (SAMPLES, 5, 128)
+    assert torch.equal(signs, random_signs(FOLLOWING, 5, 128)) and signs.shape == (GRADIENTS, 5, 128)
     assert set(signs.unique().tolist()) == {-1, 1} and signs.float().mean().abs() < 0.1
     assert not torch.equal(signs, random_signs(PROMPT, 5, 128))
 

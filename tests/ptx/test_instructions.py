@@ -258,6 +258,8 @@ def test_comparisons_with_nan() -> None:
         ("setp.neu.f32", (a != b) | missing),
         ("setp.ltu.f32", (a < b) | missing),
         ("setp.gt.f32", a > b),
+        ("setp.num.f32", ~missing),
+        ("setp.nan.f32", missing),
     ):
         assert compute(opcode, a, b).tolist() == want.astype(int).tolist(), opcode
     # of a number and NaN the number

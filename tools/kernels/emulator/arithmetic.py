@@ -339,6 +339,8 @@ COMPARE = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
+# whether neither of two floating-point numbers is NaN, and whether one is
+NAN_COMPARE = {"num": False, "nan": True}
 
 
 @_family("setp")
@@ -346,6 +348,8 @@ def _setp(modifiers: list[str]) -> Operation:
     name, type_ = modifiers[0], _need(modifiers[1:])
     unordered = name.endswith("u") and "f" in type_ and name[:-1] in COMPARE
     compare = COMPARE.get(name[:-1] if unordered else name)
+    if type_ == "f32" and name in NAN_COMPARE:
+        return Operation("pred", (type_, type_), lambda a, b: (np.isnan(a) | np.isnan(b)) == NAN_COMPARE[name])
     if compare is None or type_ == "bf16":
         raise UnknownInstruction("setp." + ".".join(modifiers))
     if "f" not in type_:
