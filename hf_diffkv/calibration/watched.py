@@ -30,14 +30,17 @@ class Reading:
 
     Attributes:
         module: attention module of the layer that reads the keys and values.
-        arguments: query, key, value, mask and scaling of the first row.
+        query, mask: queries and attention mask of the first row.
+        scaling: factor of the logits.
         options: further arguments.
         output: attention output of the first row, [1, tokens, query_heads, value_dim].
         change: zeros that were added to the output of all rows, for gradients.
     """
 
     module: nn.Module
-    arguments: tuple[Any, ...]
+    query: Tensor
+    mask: Tensor | None
+    scaling: float | None
     options: dict[str, Any]
     output: Tensor
     change: Tensor
@@ -67,7 +70,7 @@ class WatchedLayer(DynamicLayer):
         else:
             pairs = ((self.keys, key_states), (self.values, value_states))
             key, value = (torch.cat([past.expand(len(new), -1, -1, -1), new], dim=2) for past, new in pairs)
-            self.whole = key[:1].detach(), value[:1].detach()
+            self.whole = _first_row(key), _first_row(value)
         setattr(key, WATCHED_TAG, self)
         return key, value
 
@@ -80,8 +83,9 @@ class WatchedLayer(DynamicLayer):
             self.options = {name: given.get(name) for name in ("softcap", "s_aux")}
             return output
         change = torch.zeros_like(output, requires_grad=True)
-        first = tuple(each[:1].detach() if isinstance(each, Tensor) else each for each in arguments)
-        self.readings.append(Reading(module, first, options, output[:1].detach(), change))
+        query, _, _, mask, scaling = arguments
+        rows = _first_row(query), None if mask is None else _first_row(mask)
+        self.readings.append(Reading(module, *rows, scaling, options, _first_row(output), change))
         return output + change
 
     def changed(self, reading: Reading, keys: Tensor, values: Tensor) -> Tensor:
@@ -91,10 +95,10 @@ class WatchedLayer(DynamicLayer):
             reading: one of the layer's readings.
             keys, values: keys and values of the prompt, [heads, tokens, dim].
         """
-        query, _, _, *rest = reading.arguments
         with torch.no_grad():
             shown = self._shown(reading.module, *map(_begun_with, self.whole, (keys, values)))
-            return _attention(reading.module, query, *shown, *rest, **reading.options) - reading.output
+            inputs = reading.query, *shown, reading.mask, reading.scaling
+            return _attention(reading.module, *inputs, **reading.options) - reading.output
 
     def _query(self, query: Tensor) -> Tensor:
         """Returns the elements of a query that meet the layer's keys."""
@@ -156,6 +160,11 @@ def _attention(
     if plain and query.shape[2] < key.shape[2]:
         return _of_few_queries(query, key, value, mask, scaling)
     return diffkv_attention(module, query, key, value, mask, scaling, **options)[0]
+
+
+def _first_row(tensor: Tensor) -> Tensor:
+    """Returns a copy of the first row, without the others' memory and the graph."""
+    return tensor[:1].detach().clone()
 
 
 def _begun_with(tensor: Tensor, beginning: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Quantised(nn.Module):
         self.in_features, self.out_features = inputs, outputs
         generator = torch.Generator().manual_seed(0)
         self.register_buffer("weight", torch.randint(-8, 8, (outputs, inputs), generator=generator, dtype=torch.int8))
-        self.bias = nn.Parameter(torch.randn(outputs, generator=generator))
+        self.bias = nn.Parameter(torch.randn(outputs, generator=generator, dtype=torch.float64))
 
     @torch.no_grad()
     def forward(self, given: Tensor) -> Tensor:
@@ -39,11 +39,11 @@ class Experts(nn.Module):
 def test_the_gradient_is_that_of_the_weights(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(differentiable_module, "SINGLE_INPUTS", part)
     layer = Quantised(7, 5)
-    given = torch.randn(2, 3, 7, requires_grad=True)
+    given = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
     with differentiable(nn.Sequential(layer)):
         output = layer(given)
         (found,) = torch.autograd.grad(output.square().sum(), given)
-    expected = given @ layer.weight.float().mT + layer.bias
+    expected = given @ layer.weight.double().mT + layer.bias
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), given)[0])
     assert "forward" not in vars(layer) and not layer(given).requires_grad
@@ -69,11 +69,12 @@ def test_modules_that_are_no_linear_layers() -> None:
 
 def test_weights_of_four_bits_on_a_cpu() -> None:
     nf4 = pytest.importorskip("bitsandbytes.nn")
+    torch.manual_seed(0)
     plain = nn.Linear(64, 128, dtype=torch.bfloat16)
     layer = nf4.Linear4bit(64, 128, bias=True, compute_dtype=torch.bfloat16, quant_type="nf4")
     layer.load_state_dict(plain.state_dict())
     layer = layer.to("cpu").eval()
-    given = torch.randn(3, 64, dtype=torch.bfloat16)
+    given = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         # weights are arranged for the processor
         weight = (layer(torch.eye(64, dtype=torch.bfloat16)) - layer(torch.zeros(1, 64, dtype=torch.bfloat16))).mT
