@@ -19,7 +19,7 @@ from tests.tiny_models import LATENT, tiny_model
 COUNTED = [2, 3, 5, 8, 9]
 IDS = torch.randint(3, 128, (130,), generator=torch.Generator().manual_seed(3)).tolist()
 PROMPT, FOLLOWING = IDS[:120], IDS[120:]
-# size of changes, so small that terms of third order are below a hundredth
+# size of changes, so small that terms of third order, and the roundings of norms in float32, are below a fiftieth
 SMALL = 1e-4
 FAMILIES = {
     "llama": {},
@@ -82,7 +82,7 @@ def test_small_changes_of_single_heads(family: str) -> None:
         for head in range(len(keys)):
             for found, arguments in ((of_keys, (keys[head], None)), (of_values, (None, values[head]))):
                 expected = expected_loss(model, indices[index], head, *arguments)
-                assert expected > 0 and found[head] == pytest.approx(expected, rel=0.015)
+                assert expected > 0 and found[head] == pytest.approx(expected, rel=0.03)
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def test_layers_that_others_read() -> None:
     keys, values = changed(watched[shared[0]], torch.Generator().manual_seed(0))
     found = following.losses(shared[0], keys, values)[1][1]
     expected = expected_loss(model, cached.index(watched[shared[0]]), 1, None, values[1])
-    assert found == pytest.approx(expected, rel=0.015)
+    assert found == pytest.approx(expected, rel=0.03)
 
 
 @torch.no_grad()
