@@ -19,7 +19,7 @@ from pathlib import Path
 
 import gallery
 from field_tasks import SUITES
-from field_tasks.tables import group_of, overview, summary
+from field_tasks.tables import group_of, markdown, overview, summary
 from hf_diffkv_evaluation.report import Cell, ResultRow, best_first, rows_of
 from loss_tables import long_text_table, tool_calls_table
 
@@ -91,7 +91,7 @@ def table(studies: list[str], metrics: list[str], methods: list[str] | None = No
     titles = {key: rows[0].cells[key].metric.title for key in keys}
     head = ["method", "real bytes", "payload", *(f"{task}: {titles[task, name]}" for task, name in keys)]
     lines = [head, ["---"] * len(head), *(_line(row, keys) for row in rows)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return markdown(lines)
 
 
 def levels_table(study: str, methods: list[str]) -> str:
@@ -105,7 +105,7 @@ def levels_table(study: str, methods: list[str]) -> str:
     for (method, task), found in sorted(counts.items(), key=lambda item: methods.index(item[0][0])):
         shares = [found[name] / found.total() for name in LEVEL_NAMES]
         lines.append([f"`{method}`", task, *(f"{share:.1%}" for share in shares)])
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return markdown(lines)
 
 
 def field_table(columns: list[str], methods: list[str]) -> str:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from field_tasks.tables import markdown
+
 from hf_diffkv.evaluation.statistics import estimate
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -19,7 +21,7 @@ def long_text_table(name: str) -> str:
         figures = [f"{row[figure]:.4f}" for figure in ("kl", "kl_99.9%")]
         about = [f"{row['length']:,}", f"{row['perplexity']:.1f}", f"`{row['method']}`"]
         lines.append([*about, f"{row['bytes'] / row['dense_bytes']:.1%}", *figures, f"{row['same']:.1%}"])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def tool_calls_table(name: str) -> str:
@@ -35,12 +37,8 @@ def tool_calls_table(name: str) -> str:
         whole = sum(row["same"] == 1.0 for row in calls)
         interval = f"{kl.mean:.4f} ({kl.low:.4f} to {kl.high:.4f})"
         lines.append([f"`{method}`", f"{ratio:.1%}", interval, f"{same:.1%}", f"{whole} of {len(calls)}"])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"]
-
-
-def _markdown(lines: list[list[str]]) -> str:
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)

@@ -56,7 +56,7 @@ def measure_heads(
 ) -> Sensitivity:
     """Measures a model's heads on eight documents of text, recall and copying.
 
-    A document takes a forward of its prompt, and one forward and some backward passes of the tokens that follow. A
+    A document takes a forward of its prompt, and a forward and a backward pass of the tokens that follow. A
     half-precision model computes in float32 meanwhile, which takes twice its memory.
 
     Args:

@@ -84,7 +84,7 @@ def overview(columns: Mapping[str, Sequence[Record]], methods: Sequence[str]) ->
     """
     lines = [["method", *columns], ["---"] * (1 + len(columns))]
     lines += [[f"`{label}`", *(_overview_cell(label, found) for found in columns.values())] for label in methods]
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def group_of(record: Record) -> tuple[str, str]:
@@ -105,7 +105,7 @@ def _table(records: Sequence[Record], methods: Sequence[str] | None, groups: Map
     head += ["difference to dense (95 %)", "better, worse", "tokens", "answers"]
     dense = [record for record in records if record.method == DENSE]
     lines = [head, ["---"] * len(head), *(_row(label, found, groups, dense) for label, found in rows.items())]
-    text = _markdown(lines)
+    text = markdown(lines)
     failed = {
         label: list(dict.fromkeys(record.error for record in found if record.error is not None))
         for label, found in rows.items()
@@ -156,7 +156,8 @@ def _mean_of_tasks(records: Sequence[Record], tasks: Iterable[str]) -> float | N
     return None if None in means else _mean([mean for mean in means if mean is not None])
 
 
-def _markdown(lines: Iterable[Sequence[str]]) -> str:
+def markdown(lines: Iterable[Sequence[str]]) -> str:
+    """Formats a table of lines, whose first two are its head."""
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
