@@ -42,6 +42,8 @@ def from_text(text: str | bytes) -> tuple[dict[str, Any], dict[str, Any] | None]
     if not isinstance(values, dict):
         raise ValueError("a DiffKV config must be a JSON object.")
     calibration = values.pop(CALIBRATION, None)
+    if not isinstance(calibration, (dict, type(None))):
+        raise ValueError(f"{CALIBRATION}={calibration!r} must be a JSON object; leave it out, or calibrate again.")
     return as_written(values), calibration
 
 

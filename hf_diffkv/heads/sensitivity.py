@@ -40,7 +40,8 @@ class Sensitivity:
         latent: whether the model caches latents; then keys are rotary keys, values latents, and a layer has one row.
 
     Raises:
-        ValueError: figures do not match the layers and heads of `shapes`, or are negative or not finite.
+        ValueError: figures do not match the layers and heads of `shapes`, or are negative or not finite, or
+            `element_bytes` is no size.
     """
 
     model_type: str
@@ -57,6 +58,8 @@ class Sensitivity:
     latent: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.element_bytes) is not int or self.element_bytes < 1:
+            raise ValueError(f"element_bytes={self.element_bytes!r} must be an int of at least 1.")
         heads = [shape[0] for shape in self.shapes]
         for name, figures in (("keys", self.keys), ("values", self.values)):
             if [len(layer) for layer in figures] != heads:

@@ -78,6 +78,9 @@ def test_other_unknown_keys_are_refused(config: DiffKVConfig, tmp_path: Path) ->
         DiffKVConfig.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"unknown DiffKV config keys \['calibration'\]"):
         DiffKVConfig.from_dict(json.loads(to_text(config.to_dict(), config.calibration)))
+    (tmp_path / CONFIG_NAME).write_text('{"calibration": 5}')
+    with pytest.raises(ValueError, match=f"{CONFIG_NAME}.*calibration=5 must be a JSON object"):
+        DiffKVConfig.from_pretrained(tmp_path)
     (tmp_path / CONFIG_NAME).write_text("{")
     with pytest.raises(ValueError, match=CONFIG_NAME):
         DiffKVConfig.from_pretrained(tmp_path)

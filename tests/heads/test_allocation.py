@@ -176,6 +176,9 @@ def test_figures_must_fit_the_heads() -> None:
         replace(given, values=((-1.0, 0.0, 0.0),) * 2)
     with pytest.raises(ValueError, match="key_errors must have positive numbers by bits, 3 among them"):
         replace(given, key_errors={2: 0.1})
+    for size in (0, "2", None):
+        with pytest.raises(ValueError, match=f"element_bytes={size!r} must be an int of at least 1"):
+            replace(given, element_bytes=size)
     with pytest.raises(ValueError, match="these are not the losses of a model's heads"):
         Sensitivity.from_dict({"keys": []})
 

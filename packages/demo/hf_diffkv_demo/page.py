@@ -37,7 +37,7 @@ def entered(
         rest: tokens to generate, name of the setting, and the values of the visitor's own setting.
 
     Raises:
-        InputError: `DiffKVConfig` refuses the values.
+        InputError: `DiffKVConfig` refuses the values, or a precision is not one of the page's list.
     """
     new_tokens, chosen, alpha_high, alpha_low, high, low, window = rest
     if chosen != OWN:
@@ -47,6 +47,8 @@ def entered(
             config = DiffKVConfig(
                 alpha_high=alpha_high, alpha_low=alpha_low, high=PRECISIONS[high], low=PRECISIONS[low], window=window
             )
+        except KeyError as error:
+            raise InputError(f"{error} is not a precision of the list; choose one of it.") from error
         except ValueError as error:
             raise InputError(str(error)) from error
     if mode == FREE_PROMPT:

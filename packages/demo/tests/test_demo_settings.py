@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hf_diffkv_demo.documents import QUESTIONS, chats, free_prompts
 from hf_diffkv_demo.generation import Generator, InputError
-from hf_diffkv_demo.settings import DEFAULT, setting_of, settings_for
+from hf_diffkv_demo.page import FREE_PROMPT, entered
+from hf_diffkv_demo.settings import DEFAULT, OWN, setting_of, settings_for
 from measured_heads import measured
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,3 +53,9 @@ def test_a_ratio_becomes_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert generator.settings[name].config == DiffKVConfig.for_model(generator.model, target_ratio=0.3)
     with pytest.raises(InputError, match="is below what"):
         generator.offer_ratio(0.1)
+
+
+def test_a_precision_that_the_page_does_not_have_is_refused() -> None:
+    """A script may send what the page does not offer."""
+    with pytest.raises(InputError, match="^None is not a precision of the list"):
+        entered({}, FREE_PROMPT, "", "", "", "text", 8, OWN, 1.0, 0.0, None, "K4V2", 64)
