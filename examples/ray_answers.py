@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-from hf_diffkv_serving.ray import Summary, generate
+from hf_diffkv.ray import Summary, generate
 
 TINY_LM = Path(__file__).parent / "models" / "tiny-lm"
 
@@ -34,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> Summary:
     add("--preset", help="quality, balanced or small")
     add("--quiet", action="store_true")
     options = parser.parse_args(arguments)
+    # after the library, which says how Ray is installed where it is missing
+    import ray
+
     config: dict[str, Any] = {"max_bytes": options.max_bytes}
     if options.preset:
         config["preset"] = options.preset

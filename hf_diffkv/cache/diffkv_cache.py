@@ -28,6 +28,7 @@ from .layer import DiffKVLayer
 from .other_layers import (
     OtherStates,
     check_croppable,
+    check_dtype,
     check_lengths,
     empty_other_layers,
     ends_forwards,
@@ -131,7 +132,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Takes a layer's new key and value states, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            ValueError: the cache holds another number of sequences.
+            ValueError: the cache holds another number of sequences, or another dtype.
             HandOverError: tokens announced by an earlier `update` never reached the `diffkv` attention function, an
                 earlier forward stopped halfway, or the model with which `generate()` filled this cache has another
                 attention implementation.
@@ -147,6 +148,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             # layers of Transformers' own would fail halfway
             if self.stores.all and key_states.shape[0] != self.stores.all[0].batch_size:
                 raise another_batch(self.stores.all[0].batch_size, key_states.shape[0])
+            if layer_idx < self._first_compressed:
+                check_dtype(layer, key_states)
         if layer_idx == self._first_compressed and told:
             check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2], self.stand_ins)
         if isinstance(layer, DiffKVLayer) or not told:

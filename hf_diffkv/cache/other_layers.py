@@ -137,6 +137,16 @@ def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int,
             raise stopped_halfway()
 
 
+def check_dtype(layer: Any, key_states: Tensor) -> None:
+    """Raises `ValueError` if one of Transformers' own layers holds keys of another dtype than it is given."""
+    held = getattr(layer, "keys", None)
+    if isinstance(held, Tensor) and held.dtype != key_states.dtype:
+        raise ValueError(
+            f"this cache holds {held.dtype} but the model gave {key_states.dtype}; use a new DiffKVCache, or the model "
+            "in the dtype that it had."
+        )
+
+
 def check_croppable(layer: Any, tokens_to_remove: int) -> None:
     """Raises `ValueError` if one of Transformers' own layers has dropped tokens that `crop` would have to restore."""
     if tokens_to_remove == 0:

@@ -460,7 +460,7 @@ class DiffKVConfig:
 
         Raises:
             FileNotFoundError: the file, folder or repository does not exist.
-            OSError: the repository may not be read, or the Hub cannot be reached.
+            OSError: the repository may not be read, the Hub cannot be reached, or its cache cannot be written.
             ValueError: the file is not a configuration.
         """
         config_files.as_folder("name", name)

@@ -25,7 +25,8 @@ def find(
 
     Raises:
         FileNotFoundError: the folder or repository does not exist or has no such file.
-        OSError: the repository may not be read, or the Hub cannot be reached and the file is not in its cache.
+        OSError: the repository may not be read, the Hub cannot be reached and the file is not in its cache, or that
+            cache cannot be written.
     """
     folder = Path(name)
     if (folder / CONFIG_NAME).is_file():
@@ -70,6 +71,14 @@ def find(
     # a download that broke off; HTTPError belongs to the HTTP client that the Hub's library uses
     except errors.HTTPError as error:
         raise OSError(f"cannot download {CONFIG_NAME} of {repo} ({_reason(error)}); try again later.") from error
+    except OSError as error:
+        # without a number it comes from the Hub's library, not from the file system
+        if error.errno is None:
+            raise
+        raise OSError(
+            f"cannot write {CONFIG_NAME} of {repo} into the Hub's cache ({_reason(error)}); give a folder that you may "
+            "write as cache_dir, or as the environment variable HF_HOME."
+        ) from error
     return Path(found)
 
 
@@ -85,18 +94,21 @@ def cached(repo: str, file: str) -> str | None:
     return known if isinstance(known, str) else None
 
 
-@cache
 def configuration(repo: str) -> Path | None:
     """Returns the configuration file of the commit of a model that the Hub's cache holds, or None.
 
     The Hub is asked once if its cache does not know whether there is one. No answer counts as none.
     """
+    known = cached(repo, "config.json")
+    # not remembered, as the model may still be downloaded
+    return None if known is None else _configuration(repo, Path(known).parent.name)
+
+
+@cache
+def _configuration(repo: str, commit: str) -> Path | None:
+    """Returns the configuration file of a commit, downloaded if not cached, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    known = cached(repo, "config.json")
-    if known is None:
-        return None
-    commit = Path(known).parent.name
     try:
         here = try_to_load_from_cache(repo, CONFIG_NAME, revision=commit)
         # a string, a marker that the file does not exist, or None if nobody has asked

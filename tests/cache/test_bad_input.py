@@ -378,12 +378,15 @@ def test_another_batch_size_where_states_come_first() -> None:
     assert torch.equal(follow_up(model, cache), follow_up(model, twin))
 
 
-def test_another_dtype() -> None:
-    cache = filled(tiny_model("llama", "diffkv"))
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_another_dtype(name: str) -> None:
+    model = tiny_model(name, "diffkv")
+    cache, twin = filled(model), filled(model)
     before = contents(cache)
     with raises(ValueError, "float32", "bfloat16", "new DiffKVCache"):
-        follow_up(tiny_model("llama", "diffkv", dtype=torch.bfloat16), cache)
+        follow_up(tiny_model(name, "diffkv", dtype=torch.bfloat16), cache)
     assert contents(cache) == before
+    assert torch.equal(follow_up(model, cache), follow_up(model, twin))
 
 
 def test_iteration() -> None:

@@ -151,6 +151,25 @@ def test_a_model_of_the_hub_brings_its_configuration(hub: Hub, tmp_path: Path) -
     assert hub.fetched.count(("org/with", CONFIG_NAME)) == 1
 
 
+@pytest.mark.slow
+def test_a_model_that_was_asked_for_before_its_download(hub: Hub, tmp_path: Path) -> None:
+    """Nobody knows of its configuration then, which is found once the model is there."""
+    files = {"config.json": b"{}", CONFIG_NAME: DiffKVConfig(window=7).to_json().encode()}
+    hub.repositories["org/name"] = files
+    ask = "print(DiffKVConfig.for_model('org/name').window); "
+    download = "from huggingface_hub import hf_hub_download as get; get('org/name', 'config.json'); "
+    assert client(hub, tmp_path, ask + download + ask) == f"{DiffKVConfig().window}\n7"
+
+
+def test_a_cache_of_the_hub_that_cannot_be_written(hub: Hub, tmp_path: Path) -> None:
+    hub.repositories["org/name"] = {CONFIG_NAME: DiffKVConfig().to_json().encode()}
+    (tmp_path / "file").touch()
+    read = f"DiffKVConfig.from_pretrained('org/name', cache_dir={str(tmp_path / 'file')!r})"
+    said = client(hub, tmp_path, read)
+    assert said.startswith(f"OSError cannot write {CONFIG_NAME} of org/name into the Hub's cache (")
+    assert "cache_dir" in said
+
+
 def test_the_name_of_the_folder_is_that_of_the_repository(hub: Hub, tmp_path: Path) -> None:
     folder = str(tmp_path / "my-config")
     save = f"DiffKVConfig(window=5).save_pretrained({folder!r}, push_to_hub=True)"

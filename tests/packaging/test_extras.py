@@ -85,6 +85,21 @@ def test_what_needs_another_distribution_says_which(code: str, folder: str) -> N
     assert f"is not installed: pip install -e '{folder}'." in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "package, code, remedy",
+    [
+        ("ray", "import runpy; runpy.run_path('examples/ray_answers.py')", "pip install -e 'packages/serving[ray]'."),
+        ("lmcache", "from hf_diffkv import lmcache; lmcache.register()", "pip install lmcache."),
+    ],
+)
+def test_what_needs_a_package_of_others_says_how_it_is_installed(package: str, code: str, remedy: str) -> None:
+    without = f"import sys; sys.modules[{package!r}] = None; "
+    done = subprocess.run([sys.executable, "-c", without + code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ") and last.endswith(remedy), last
+
+
 def test_other_errors_of_another_distribution_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_beside.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)

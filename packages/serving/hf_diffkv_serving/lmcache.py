@@ -227,13 +227,16 @@ def register() -> None:
     Raises:
         ImportError: LMCache is not installed, or has no such serialisers (0.5 has).
     """
-    from lmcache.v1.distributed.serde import (
-        AsyncSerdeProcessor,
-        Deserializer,
-        Serializer,
-        get_registered_serde_types,
-        register_serde_factory,
-    )
+    try:
+        from lmcache.v1.distributed.serde import (
+            AsyncSerdeProcessor,
+            Deserializer,
+            Serializer,
+            get_registered_serde_types,
+            register_serde_factory,
+        )
+    except ImportError as error:
+        raise ImportError(f"the serialiser needs LMCache 0.5 or newer ({error}): pip install lmcache.") from error
 
     class DiffKVSerializer(Serializer):
         """Chunks to bytes."""
