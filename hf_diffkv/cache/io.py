@@ -62,11 +62,13 @@ def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) ->
     """Writes `snapshot` into `folder`, which is made if missing, as this rank's part."""
     json_path, path = _paths(folder, parallel)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new, replacing(json_path) as new_json:
+    with replacing(path) as new:
         save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, new)
         content = {"format_version": FORMAT_VERSION, **snapshot.content, "sha256": _digest(new)}
         content["checksum"] = _checksum(content)
-        new_json.write_text(json.dumps(content, indent=2) + "\n")
+        # within, so that an error of either file names that file
+        with replacing(json_path) as new_json:
+            new_json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 @ordinary_tensors()

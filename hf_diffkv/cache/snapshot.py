@@ -31,6 +31,8 @@ VOLATILE = FIRST_VOLATILE | {
 }
 DROPOUT = re.compile(r"dropout|pdrop$|layerdrop$")
 WEIGHT_SAMPLES = 64
+# name of `LoweringState.moments`, absent where nothing is rounded for a prompt's queries, and from earlier releases
+MOMENTS = "query_moments"
 
 
 class CacheContents(Protocol):
@@ -250,6 +252,9 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
     tensors[f"store{index}.padding"] = store.padding.mask().clone()
     for name in ROW_STATE:
         tensors[f"store{index}.{name}"] = getattr(store, name).clone()
+    if store.lowering.active and store.lowering.moments is not None:
+        # keys that are lowered later are rounded for the queries of these prompts as well
+        tensors[f"store{index}.{MOMENTS}"] = store.lowering.moments.clone()
     # earlier releases know no lowered tokens
     lowered = {"lowered": store.lowering.tokens, "stage": store.stage} if store.lowering.active else {}
     return {
@@ -315,6 +320,9 @@ def _restore_store(
     # absent where nothing is lowered
     store.lowering.tokens = described.get("lowered", 0)
     store.lowering.told_full = store.lowering.tokens > 0
+    moments = tensors.get(f"store{index}.{MOMENTS}")
+    if store.moments is None and moments is not None:
+        store.lowering.moments = moments[slots].to(device)
     return store
 
 

@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, plot
+from hf_diffkv.cache.io import TENSORS_NAME
 from hf_diffkv.cache.report import LayerReport, MemoryReport
 from hf_diffkv.calibration.queries import keep_queries, moments_on
 from hf_diffkv.evaluation.errors import EvaluationError
@@ -58,6 +59,11 @@ def test_files_of_before_stay(
         save(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     save(model, tmp_path)
+
+
+def test_the_file_without_room_is_named(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(OSError, match=f"cannot write {tmp_path / TENSORS_NAME}: .*File too large"):
+        cache(tiny_model("llama"), tmp_path)
 
 
 def picture(model: PreTrainedModel, folder: Path) -> None:

@@ -199,6 +199,9 @@ def test_saved_caches_go_on_where_they_were(tmp_path) -> None:
     other = run.on(DiffKVCache.from_pretrained(tmp_path, model))
     assert_same_tokens(other.cache, run.cache)
     assert (precise(other), other.cache.memory().lowered) == (precise(run), run.cache.memory().lowered)
+    # for which keys are rounded when they are lowered
+    queries, loaded = (each.cache.stores.all[0].lowering.moments for each in (run, other))
+    assert torch.equal(loaded, queries) and queries.any()
     other.steps(tokens(3, 30, 2))
     assert_within(other)
     assert precise(other) < precise(run)

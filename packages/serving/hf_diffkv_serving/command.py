@@ -349,4 +349,6 @@ def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, en
         if options.prefix_bytes is None and options.prefix_folder is None:
             return
         raise
+    except OSError as error:
+        raise Failure(f"--prefix-folder {options.prefix_folder} cannot be made: {error.strerror}.") from error
     engine.use_prefixes(store)

@@ -40,6 +40,8 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operat
                 server.run(sockets=[listener])
         finally:
             gc.unfreeze()
+            # their loop is closed, and the engine has yet to drop what it computes for clients that were cut off
+            engine.output_router.result_handlers.clear()
             engine.stop(hard_stop=True)
             if engine.prefixes is not None and engine.prefixes.has_folder:
                 engine.prefixes.save()

@@ -23,7 +23,7 @@ from hf_diffkv.running.models import TINY_LM
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)
-from hf_diffkv_serving.server import under_way  # noqa: E402
+from hf_diffkv_serving.server import run, under_way  # noqa: E402
 from hf_diffkv_serving.server.app import build_app  # noqa: E402
 from hf_diffkv_serving.server.completions import CompletionAnswer  # noqa: E402
 from hf_diffkv_serving.server.logs import ServerLog  # noqa: E402
@@ -445,6 +445,34 @@ def test_a_server_that_stops(served: Callable) -> None:
 
 
 LOWERING = [f"hf_diffkv_{name}" for name in ("tokens_precise_ratio", "tokens_lowered_total", "room_tokens")]
+
+
+def test_a_server_that_stops_within_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of its clients is closed before the engine drops their requests."""
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(run.logging, "set_verbosity", lambda level: None)
+    engine = model().init_continuous_batching(request_config(LOSSLESS), chunks())
+    begun, over = threading.Event(), threading.Event()
+
+    def wait(*given: Any) -> None:
+        begun.set()
+        assert over.wait(PATIENCE)
+
+    async def ask() -> None:
+        engine.register_result_handler("a", lambda output: None)
+        engine.add_request([3, 4, 5], "a", max_new_tokens=400)
+        await asyncio.to_thread(begun.wait, PATIENCE)
+
+    def serve(server: Any, sockets: Any) -> None:
+        asyncio.run(ask())
+        over.set()
+
+    monkeypatch.setattr(run.Server, "run", serve)
+    hook = model().register_forward_pre_hook(wait)
+    run.run(None, engine, None, Operation(log_every=0), ServerLog(quiet=True))
+    hook.remove()
+    assert not failed and engine.failure is None
 
 
 def test_all_metrics_are_documented(served: Callable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from hf_diffkv_serving import command as serve
 from tiny_models import tiny_model
 
 import hf_diffkv.prefixes
+from hf_diffkv.commands.console import Failure
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,14 @@ def test_models_without_prefixes_are_served_unless_they_are_asked_for(monkeypatc
     options.prefix_bytes = 1
     with pytest.raises(ValueError, match="one process"):
         serve._use_prefixes(options, None, LOSSY, engine)
+
+
+def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(folder: Path, *given: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(folder))
+
+    options = SimpleNamespace(prefix_bytes=1, prefix_folder=tmp_path / "new", prefix_folder_bytes=None)
+    model = tiny_model("llama")
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(Failure, match=f"^--prefix-folder {tmp_path / 'new'} cannot be made: Read-only file system.$"):
+        serve._use_prefixes(options, model, LOSSY, None)
