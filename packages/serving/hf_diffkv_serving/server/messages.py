@@ -136,7 +136,7 @@ def prompt_of(
         template_options: further variables of the chat template.
 
     Raises:
-        RefusedError: the template does not take the chat.
+        RefusedError: the template does not take the chat, or has no place for tools.
     """
     if tokenizer.chat_template is None:
         raise RefusedError(400, "the model has no chat template; use /v1/completions, or serve with --chat-template.")
@@ -147,10 +147,15 @@ def prompt_of(
         raise RefusedError(400, f"{name} is not a name of the chat template; leave it out.", name)
     given = [message.for_template() for message in messages]
     try:
-        return _rendered(tokenizer, given, tools, options)
+        prompt = _rendered(tokenizer, given, tools, options)
+        ignored = bool(tools) and prompt == _rendered(tokenizer, given, None, options)
     # templates are programs, with errors of their own
     except Exception as error:
         raise RefusedError(400, f"the chat template does not take these messages: {error}", "messages") from error
+    if ignored:
+        reason = "the model's chat template has no place for tools; leave them out, or serve with --chat-template."
+        raise RefusedError(400, reason, "tools")
+    return prompt
 
 
 def boundaries_of(

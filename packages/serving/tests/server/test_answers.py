@@ -17,6 +17,7 @@ pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)
 from hf_diffkv_serving.batching.sampling import Sampling
 from hf_diffkv_serving.server.answers import Answer, Served
 from hf_diffkv_serving.server.chat import ChatAnswer, ChatBody
+from hf_diffkv_serving.server.errors import RefusedError
 from hf_diffkv_serving.server.generation import Run, Step
 from hf_diffkv_serving.server.responses import ResponseAnswer, ResponseBody
 from hf_diffkv_serving.server.text import Transcript
@@ -73,6 +74,17 @@ def test_tools_are_called_where_they_are_given() -> None:
     for fields, calls in (({}, False), ({"tools": tools}, True), ({"tools": tools, "tool_choice": "none"}, False)):
         assert chat(**fields).asked(Sampling()).calls is calls
         assert ResponseAnswer(SERVED, ResponseBody(input="a", **fields), "1").asked(Sampling()).calls is calls
+
+
+def test_tools_without_a_place_in_the_template_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer(), "chat_template", template)
+    tools = [{"type": "function", "function": {"name": "height"}}]
+    for answer in (chat(tools=tools), ResponseAnswer(SERVED, ResponseBody(input="a", tools=tools), "1")):
+        with pytest.raises(RefusedError, match="has no place for tools; leave them out") as refused:
+            answer.asked(Sampling())
+        assert refused.value.status == 400 and refused.value.param == "tools"
+    assert not chat(tools=tools, tool_choice="none").asked(Sampling()).calls
 
 
 def test_a_chat_with_calls() -> None:
