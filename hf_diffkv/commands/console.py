@@ -7,8 +7,10 @@ import os
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -68,15 +70,24 @@ class _ToTerminal(logging.Handler):
 
 @contextmanager
 def log_on_terminal(quiet: bool) -> Iterator[None]:
-    """Prints the library's log to stderr within the block, wrapped to the terminal, without hints if `quiet`."""
+    """Prints the library's log to stderr within the block, wrapped to the terminal, without hints if `quiet`.
+
+    Warnings are printed without their place in the source.
+    """
     logger, hints, handler = logging.getLogger("hf_diffkv"), logging.getLogger(HINTS), _ToTerminal(logging.WARNING)
     logger.addHandler(handler)
     hints.disabled = quiet
+    with_place, warnings.formatwarning = warnings.formatwarning, _formatted
     try:
         yield
     finally:
+        warnings.formatwarning = with_place
         logger.removeHandler(handler)
         hints.disabled = False
+
+
+def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
+    return f"{category.__name__}: {message}\n"
 
 
 def to_terminal() -> bool:

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +401,15 @@ def test_files_of_windows_editors(text: str, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_bytes(text.encode())
     assert read_file(str(path)) == "a\r\nb"
+
+
+def test_warnings_are_a_line_without_their_place() -> None:
+    shown = []
+
+    @click.command
+    def warns() -> None:
+        shown.append(warnings.formatwarning("a disk is full", RuntimeWarning, "tiers.py", 3))
+
+    before = warnings.formatwarning
+    assert main([], warns) == 0
+    assert shown == ["RuntimeWarning: a disk is full\n"] and warnings.formatwarning is before
