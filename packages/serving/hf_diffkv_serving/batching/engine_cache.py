@@ -356,7 +356,7 @@ class ContinuousCache(PackedCache):
             source = self._slot_of.get(src_state.request_id)
             try:
                 twin = self.slots.fork(source) if made else None
-            except MemoryError as error:
+            except NO_MEMORY as error:
                 _logger.warning("request %s computes its prompt itself: %s", request_id, error)
                 twin = None
             if twin is None:

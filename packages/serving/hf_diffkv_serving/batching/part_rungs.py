@@ -90,12 +90,6 @@ class PartRungs:
             shape = (store.num_layers, store.num_heads, store.key_dim, store.key_dim)
             store.lowering.moments = torch.zeros(shape, dtype=compute_dtype(store.dtype), device=store.device)
 
-    @property
-    def used(self) -> int:
-        """Number of pages that requests hold."""
-        pool = self.part.store.pool
-        return int(pool.capacity - 1 - pool.free_list.free)
-
     def enter(self, slot: int, tokens: int) -> None:
         """Chooses the rung of a request that has no tokens yet: precise if all of it fits, with pages to spare.
 

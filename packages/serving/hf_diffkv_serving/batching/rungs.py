@@ -138,7 +138,7 @@ class RungsOfParts:
         Returns:
             Rows of each part, bool [layers, slots, heads], at least one of all; None if no size gives all parts enough.
         """
-        taken = needs + [part.used for part in self._parts]
+        taken = needs + [part.part.used for part in self._parts]
         for size in dict.fromkeys(sizes):
             # all but the null page
             pages = requests.room.limits(*size) - 1 - taken

@@ -91,15 +91,20 @@ def fill_entries(store: SlotStore, slot: int, entries: Entries, source: Store) -
     to_copy = entries.to_copy
     pages = entries.source[to_copy].long()
     _, fresh = store.pool.free_list.take(torch.tensor([pages.numel()], device=store.device))
-    if source.pool is store.pool:
-        copy_pages(store, pages, fresh)
-    else:
-        store.pool.pages[fresh] = source.pool.pages[pages]
-    shared = entries.shared[entries.shared != NULL_PAGE]
-    if shared.numel():
-        store.pool.share(shared)
-    table = entries.shared.clone()
-    table[to_copy] = fresh.to(table.dtype)
+    try:
+        if source.pool is store.pool:
+            copy_pages(store, pages, fresh)
+        else:
+            store.pool.pages[fresh] = source.pool.pages[pages]
+        table = entries.shared.clone()
+        table[to_copy] = fresh.to(table.dtype)
+        shared = entries.shared[entries.shared != NULL_PAGE]
+        if shared.numel():
+            store.pool.share(shared)
+    except BaseException:
+        # the device may have no memory for a copy on the way
+        store.pool.free_list.give(fresh)
+        raise
     store.table.table[:, slot] = table
 
 

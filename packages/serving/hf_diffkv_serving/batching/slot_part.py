@@ -81,6 +81,12 @@ class SlotPart:
         return int(self.store.pool.max_pages) - 1
 
     @property
+    def used(self) -> int:
+        """Number of pages that requests hold."""
+        pool = self.store.pool
+        return int(pool.capacity - 1 - pool.free_list.free)
+
+    @property
     def counts(self) -> np.ndarray:
         """Tokens of each row outside its window, int64 [layers, slots, heads]."""
         return self.store.counts

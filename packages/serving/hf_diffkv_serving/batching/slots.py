@@ -77,9 +77,8 @@ class Slots:
         others: Sequence[PerSlot] = (),
         harm: HarmBetween | None = None,
     ) -> None:
-        self.max_bytes = max_bytes
+        self.max_bytes, self.ranks, self._others = max_bytes, shape.ranks, others
         self.device, self.dtype = shape.device, shape.dtype
-        self.ranks = shape.ranks
         if lowers(config) and not self.ranks.alone:
             raise ValueError(
                 "until_full does not go with tensor parallelism in continuous batching, where ranks count each other's "
@@ -106,7 +105,6 @@ class Slots:
         self._moves: list[tuple[int, int]] = []
         self._forward: list[tuple[int, int, int]] = []
         self.failures: dict[int, Exception] = {}
-        self._others = others
         self._elsewhere = other_parts(self.ranks, [part.bounds for part in self.parts])
         # where a request must find room: the parts here, and those of other ranks
         self.all_parts: list[SlotPart | OtherPart] = [*self.parts, *(part for each in self._elsewhere for part in each)]
@@ -152,8 +150,7 @@ class Slots:
     @property
     def used_pages(self) -> np.ndarray:
         """Pages that requests hold, by part here."""
-        pools = [part.store.pool for part in self.parts]
-        return np.array([pool.capacity - 1 - pool.free_list.free for pool in pools])
+        return np.array([part.used for part in self.parts])
 
     @property
     def unreserved(self) -> np.ndarray:
@@ -307,7 +304,7 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Gives back all that the request in `slot` holds, pages and reservations, and the slot itself."""
+        """Gives back all that the request in `slot` holds, or would if `load` had not failed, and the slot itself."""
         for part in self.parts:
             if self._seen[slot]:
                 part.clear(slot)
@@ -344,8 +341,8 @@ class Slots:
         for part, _, entries in loaded:
             part.provide(entries.pages)
         for part, source, entries in loaded:
-            part.load(slot, source, entries)
             self._seen[slot] = source.seen
+            part.load(slot, source, entries)
 
     def held(self, slot: int) -> list[Store]:
         """Returns the request in `slot` as a store for each part, on the slot's memory and valid until it changes."""
@@ -365,9 +362,13 @@ class Slots:
             for part in self.parts:
                 part.provide(part.copied(slot))
         twin = self.adopt()
-        for part in self.all_parts:
-            part.copy(slot, twin)
         self._seen[twin] = self._seen[slot]
+        try:
+            for part in self.all_parts:
+                part.copy(slot, twin)
+        except BaseException:
+            self.release(twin)
+            raise
         return twin
 
     def settle(self) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from batching import LOSSLESS, NEW, check_empty, chunks, expected, prompts, request_config
+from batching import LOSSLESS, NEW, check_empty, check_slots, chunks, expected, prompts, request_config
+from hf_diffkv_serving.batching import shared_pages
 from hf_diffkv_serving.batching import slots as slots_module
 from hf_diffkv_serving.batching.slot_part import SlotPart
 from test_continuous import Watch
+from test_shared_pages import UNIFORM, arrive
+from test_slots import assert_same_request, follow, make_slots, run
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
@@ -26,13 +29,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
 
 
-def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> None:
-    """Makes the second call of a method fail."""
+def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, at: int = 2) -> None:
+    """Makes a call of a method fail, the second one unless `at` says otherwise."""
     method, calls = getattr(owner, name), []
 
     def call(*arguments: Any) -> Any:
         calls.append(arguments)
-        if len(calls) == 2:
+        if len(calls) == at:
             raise error
         return method(*arguments)
 
@@ -63,6 +66,38 @@ def test_forks_without_memory_are_computed_anew(
     for index, output in enumerate(outputs):
         assert output.generated_tokens == expected(model, given[index // 3])
     watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_copy_without_memory_leaves_nothing_of_a_fork(
+    error: type[Exception], model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_once(monkeypatch, shared_pages, "copy_pages", error("no memory"))
+    config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
+    ids = prompts((40,))[0]
+    outputs = list(model.generate_batch([ids], config, chunks(max_requests_per_batch=8)).values())
+    assert [output.generated_tokens for output in outputs] == [expected(model, ids)] * 3
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["copy_pages", "look"])
+def test_a_copy_without_memory_leaves_nothing_of_what_is_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = make_slots(UNIFORM)
+    requests = [arrive(slots, UNIFORM, 1)]
+    run(slots, requests, [75])
+    slots.settle()
+    assert slots.make_room(None, 75)
+    follow(slots, requests)
+    slot, held, before = slots.adopt(), slots.held(requests[0].slot), slots.used_pages
+    owner = shared_pages if name == "copy_pages" else SlotPart
+    with monkeypatch.context() as patched:
+        failing_once(patched, owner, name, torch.OutOfMemoryError("no memory"), 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            slots.load(slot, held, 75)
+    slots.release(slot)
+    check_slots(slots)
+    assert (slots.used_pages == before).all()
+    assert_same_request(slots, requests[0])
 
 
 def test_all_are_told_of_a_device_that_takes_nothing_back(
