@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -69,11 +70,11 @@ class _Admission:
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
         record = self.records.open(state.request_id, len(state.initial_tokens))
-        odd = next((each for each in state.initial_tokens if isinstance(each, (str, list, tuple))), None)
-        if odd is not None:
+        odd = [each for each in state.initial_tokens if not _is_integer(each)]
+        if odd:
             raise ValueError(
-                f"the prompt holds {reprlib.repr(odd)} where token ids belong; tokenise texts, and give each prompt as "
-                "a list of integers."
+                f"the prompt holds {reprlib.repr(odd[0])} where token ids belong; tokenise texts, and give each prompt "
+                "as a list of integers."
             )
         wrong = [token for token in state.initial_tokens if not 0 <= token < self.vocabulary]
         if wrong:
@@ -234,6 +235,14 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
                 self.generated_tokens += 1
                 self.scheduler.records.note_token(state.request_id)
         super().update_batch()
+
+
+def _is_integer(token: Any) -> bool:
+    try:
+        operator.index(token)
+    except TypeError:
+        return False
+    return True
 
 
 def _nobody() -> RequestState:

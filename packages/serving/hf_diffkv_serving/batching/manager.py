@@ -493,8 +493,8 @@ def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfi
 
 
 def _longest(model: Any, hints: Any) -> int | None:
-    """Tokens of the longest request to plan for; None is as long as fits."""
+    """Tokens of the longest request to plan for; None is as long as fits. A hint of 0 says nothing."""
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if hints is None or not hints.max_generated_length:
+    if hints is None or not (hints.max_prompt_length and hints.max_generated_length):
         return positions
     return hints.max_prompt_length + hints.max_generated_length

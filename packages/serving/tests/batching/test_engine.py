@@ -28,6 +28,7 @@ from transformers.generation.continuous_batching import (
     requests,
     scheduler,
 )
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from hf_diffkv import DiffKVConfig
 
@@ -44,6 +45,16 @@ def reimported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_release_is_as_expected() -> None:
     assert BATCHING.missing() == continuous_engine.CALLED.missing() == []
+
+
+def test_a_hint_of_one_length_alone_plans_for_nothing() -> None:
+    model = tiny_model("llama")
+    longest = []
+    for hints in (None, WorkloadHints(max_generated_length=8), WorkloadHints(max_prompt_length=8)):
+        manager = model.init_continuous_batching(request_config(LOSSLESS), chunks(), hints)
+        longest.append(manager.memory().longest)
+        manager.stop()
+    assert longest[0] > 16 and longest == longest[:1] * 3
 
 
 def test_an_older_release_is_refused(reimported: None, monkeypatch: pytest.MonkeyPatch) -> None:
