@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Union
 
+import torch
+
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.snapshot import Snapshot
 from .tiers import FolderTier, MemoryTier, Rank, choose_victims
@@ -215,6 +217,9 @@ class Hierarchy:
                 tier.put(name, snapshot, self.entries[name].used)
         except OSError as error:
             self.note_fault("a prefix cannot be written", error)
+            return False
+        except (MemoryError, torch.OutOfMemoryError):
+            # the next tier may have some
             return False
         self.written[tier.name] += cost
         return True

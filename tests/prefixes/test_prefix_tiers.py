@@ -21,6 +21,11 @@ TIERS = ("device", "host", "disk")
 CLOCK = itertools.count()
 
 
+def two_tiers(device: torch.device, device_bytes: int, host_bytes: int) -> list[MemoryTier]:
+    """Tiers of a store on a GPU."""
+    return [MemoryTier("device", device_bytes, device), MemoryTier("host", host_bytes, device, to_host=True)]
+
+
 class Known:
     """A prefix of the simulation, from when a tier takes it until none holds it."""
 
@@ -108,9 +113,6 @@ def test_moves_between_tiers(rooms: tuple[int, ...], tmp_path: Path, monkeypatch
     # files are a little smaller than what is reserved for them
     assert on_disk <= folder.cost(snapshot) < 2 * on_disk
     limits = (rooms[0] * snapshot.bytes, rooms[1] * snapshot.bytes, (rooms[2] - 1) * on_disk + folder.cost(snapshot))
-
-    def two_tiers(device: torch.device, device_bytes: int, host_bytes: int) -> list[MemoryTier]:
-        return [MemoryTier("device", device_bytes, device), MemoryTier("host", host_bytes, device, to_host=True)]
 
     monkeypatch.setattr(store_module, "_memory_tiers", two_tiers)
     sizes = {"device_bytes": limits[0], "host_bytes": limits[1], "folder_bytes": limits[2]}
@@ -216,6 +218,30 @@ def test_host_and_device_are_one_on_a_cpu() -> None:
     model = model_of(num_hidden_layers=1)
     store = PrefixStore(model, CONFIG, device_bytes=10, host_bytes=90)
     assert [(tier.name, tier.limit) for tier in store._tiers.tiers] == [("device", 100)]
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_prefix_without_memory_in_a_tier_stays_in_the_next_one(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(num_hidden_layers=1)
+    cache = started(model, (6,)).cache
+    monkeypatch.setattr(store_module, "_memory_tiers", two_tiers)
+    store = PrefixStore(model, CONFIG, host_bytes=1 << 20)
+    device = store._tiers.tiers[0]
+    for name in (1, 2):
+        store.insert([name, 1, 2, 3, 4, 5], cache)
+        device.limit = max(device.sizes().values())
+    assert [entry.tier for entry in store] == ["device", "host"]
+
+    def fail(snapshot: Any) -> Any:
+        raise error("no memory")
+
+    monkeypatch.setattr(device, "moved", fail)
+    for name in (1, 2):
+        assert store.lookup([name, 1, 2, 3, 4, 5, 6]).get_seq_length() == 6
+        assert len(store) == 2
+    assert {entry.tier for entry in store} == {"host"}
 
 
 def test_an_interrupted_announcement_leaves_no_wrong_scores() -> None:
