@@ -222,7 +222,7 @@ def _uniform(state: Any, sampling: Sampling) -> float:
     start = state._true_initial_tokens or len(state.initial_tokens)
     # a preempted request has what it said in its prompt
     position = len(state.initial_tokens) - start + len(state.generated_tokens)
-    child = state.request_id.rpartition(CHILD)
+    child = str(state.request_id).rpartition(CHILD)
     # others may name their requests alike
     answer = int(child[2]) + 1 if child[1] and child[2].isdecimal() and len(child[2]) <= MOST_DIGITS else 0
     # numpy would round a list with a number of 64 bits to floats

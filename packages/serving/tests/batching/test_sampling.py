@@ -102,6 +102,7 @@ def test_every_seed_of_64_bits_draws_its_own_numbers() -> None:
     assert uniform(requests[0], Sampling(1.0, seed=np.int64(-1))) == uniform(requests[0], Sampling(1.0, seed=-1))
     # names that are no answer's
     odd = [RequestState(f"answer{CHILD}{number}", [1]) for number in ("\u00b2", "9" * 25, "9" * 5000)]
+    odd.append(RequestState(5, [1]))  # type: ignore[arg-type]
     assert {uniform(request, Sampling(1.0)) for request in odd} == {uniform(requests[0], Sampling(1.0))}
     # a generator that was seeded by hand
     by_hand = np.random.Philox(counter=0, key=(1 << 64) | (2**64 - 40))
