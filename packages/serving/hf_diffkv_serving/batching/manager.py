@@ -310,7 +310,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def memory(self) -> ServingMemory | None:
         """Returns the memory at this moment, or None if nothing runs."""
-        return None if self._cache is None else self._cache.memory()
+        return None if (cache := self._cache) is None else cache.memory()
 
     def use_prefixes(self, prefixes: Any) -> None:
         """Lets requests begin with prefixes of earlier ones, and keeps prefixes at their end.
@@ -365,17 +365,17 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
     @property
     def places(self) -> int:
         """Requests that may still be let in, if there are pages; none while some wait that could not be."""
-        return 0 if self._cache is None or self._held_up else self._cache.places
+        return 0 if (cache := self._cache) is None or self._held_up else cache.places
 
     @property
     def _held_up(self) -> int:
-        return 0 if self.batch_processor is None else len(self.batch_processor.scheduler.waiting_requests)
+        return 0 if (processor := self.batch_processor) is None else len(processor.scheduler.waiting_requests)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """Calls `ContinuousCache.check_request` before anything is added. Raises `ValueError` if nothing runs, too."""
-        if self._cache is None:
+        if (cache := self._cache) is None:
             raise ValueError("the manager is stopped; start it before adding requests.")
-        return self._cache.check_request(prompt_tokens, max_new_tokens)
+        return cache.check_request(prompt_tokens, max_new_tokens)
 
     def _ranks(self) -> Ranks:
         """Returns the ranks that share the model's heads, with the engine's process group for their exchange.

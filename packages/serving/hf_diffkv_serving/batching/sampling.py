@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ GREEDY_BELOW = 1e-5
 LIMITS = ("top_k", "top_p", "min_p")
 # likeliest tokens that are looked at first
 SORTED = 1024
+# of the number of an answer, which has to fit 64 bits
+MOST_DIGITS = 10
 # how the names of processors end that prepare draws
 WARPER = "LogitsWarper"
 # other ways to leave tokens out that a `GenerationConfig` has, by the value that does nothing
@@ -54,6 +57,11 @@ class Sampling:
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}={getattr(self, name)} is not in [{low}, {high}].")
+        if not isinstance(self.seed, Integral):
+            raise ValueError(f"seed={self.seed!r} must be an integer.")
+        most = self.top_logprobs
+        if most is not None and not (isinstance(most, Integral) and most >= 0):
+            raise ValueError(f"top_logprobs={most!r} must be an integer of at least 0, or None.")
 
     @classmethod
     def of(cls, generation_config: Any) -> Sampling:
@@ -214,10 +222,11 @@ def _uniform(state: Any, sampling: Sampling) -> float:
     start = state._true_initial_tokens or len(state.initial_tokens)
     # a preempted request has what it said in its prompt
     position = len(state.initial_tokens) - start + len(state.generated_tokens)
-    child = state.request_id.rpartition(CHILD)
-    answer = int(child[2]) + 1 if child[1] and child[2].isdigit() else 0
+    child = str(state.request_id).rpartition(CHILD)
+    # others may name their requests alike
+    answer = int(child[2]) + 1 if child[1] and child[2].isdecimal() and len(child[2]) <= MOST_DIGITS else 0
     # numpy would round a list with a number of 64 bits to floats
-    key = np.array([sampling.seed % 2**64, answer], dtype=np.uint64)
+    key = np.array([int(sampling.seed) % 2**64, answer], dtype=np.uint64)
     bits = np.random.Philox(key=key, counter=position)
     return float(np.random.Generator(bits).random())
 

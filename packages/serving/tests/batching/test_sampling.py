@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batching import LOSSLESS, NEW, TIGHT, chunks, expected, prompts, request_config
-from hf_diffkv_serving.batching.engine_names import RequestState, children
+from hf_diffkv_serving.batching.engine_names import CHILD, RequestState, children
 from hf_diffkv_serving.batching.sampling import Sampling, TokenLogprobs, draw
 from hf_diffkv_serving.batching.sampling import _uniform as uniform
 from tiny_models import tiny_model
@@ -99,6 +99,11 @@ def test_every_seed_of_64_bits_draws_its_own_numbers() -> None:
     requests = [RequestState(name, [1]) for name in ("answer", *children("answer", 1))]
     drawn = {uniform(request, Sampling(1.0, seed=seed)) for seed in seeds for request in requests}
     assert len(drawn) == len(seeds) * len(requests)
+    assert uniform(requests[0], Sampling(1.0, seed=np.int64(-1))) == uniform(requests[0], Sampling(1.0, seed=-1))
+    # names that are no answer's
+    odd = [RequestState(f"answer{CHILD}{number}", [1]) for number in ("\u00b2", "9" * 25, "9" * 5000)]
+    odd.append(RequestState(5, [1]))  # type: ignore[arg-type]
+    assert {uniform(request, Sampling(1.0)) for request in odd} == {uniform(requests[0], Sampling(1.0))}
     # a generator that was seeded by hand
     by_hand = np.random.Philox(counter=0, key=(1 << 64) | (2**64 - 40))
     assert uniform(requests[1], Sampling(1.0, seed=-40)) == np.random.Generator(by_hand).random()
@@ -208,8 +213,14 @@ def test_what_a_generation_config_says() -> None:
         Sampling.of(GenerationConfig(do_sample=True, typical_p=0.5))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": math.nan}])
-def test_what_has_no_meaning_is_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"temperature": -1.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": math.nan}, {"seed": None}, {"seed": 1.5}),
+        *({"top_logprobs": -1}, {"top_logprobs": 1.5}),
+    ],
+)
+def test_what_has_no_meaning_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from batching import LOSSLESS, LOSSY, NEW, chunks, prompts, request_config
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
+from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
 from hf_diffkv_serving.batching.memory import ServingMemory
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,3 +139,25 @@ def test_the_engine_waits_for_no_figures(monkeypatch: pytest.MonkeyPatch) -> Non
     assert published and reads.count == 0 and not listed
     # the figures are there for whoever asks, once nothing is held
     assert published[-1].memory().free_share == 1
+
+
+ASKED = {
+    "memory": lambda manager: manager.memory(),
+    "waiting": lambda manager: manager.waiting,
+    "places": lambda manager: manager.places,
+    "statistics": lambda manager: manager.statistics(),
+    "check_request": lambda manager: manager.check_request(5, 5),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_manager_may_be_stopped_between_two_looks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = tiny_model("llama").init_continuous_batching(request_config(LOSSLESS), chunks(32))
+    processor = SimpleNamespace(scheduler=SimpleNamespace(waiting_requests={}), prompt_tokens=0, generated_tokens=0)
+    with monkeypatch.context() as patched:
+        # what a `stop` sets to None is found once
+        for attribute, found in (("_cache", [manager._cache]), ("batch_processor", [processor])):
+            once = property(lambda _, found=found: found.pop() if found else None)
+            patched.setattr(DiffKVBatchingManager, attribute, once, raising=False)
+        assert ASKED[name](manager) is not None
+    manager.stop()
