@@ -32,7 +32,7 @@ VOLATILE = FIRST_VOLATILE | {
 DROPOUT = re.compile(r"dropout|pdrop$|layerdrop$")
 WEIGHT_SAMPLES = 64
 # name of `LoweringState.moments`, absent where nothing is rounded for a prompt's queries, and from earlier releases
-MOMENTS = "query_moments"
+QUERY_MOMENTS = "query_moments"
 
 
 class CacheContents(Protocol):
@@ -254,7 +254,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
         tensors[f"store{index}.{name}"] = getattr(store, name).clone()
     if store.lowering.active and store.lowering.moments is not None:
         # keys that are lowered later are rounded for the queries of these prompts as well
-        tensors[f"store{index}.{MOMENTS}"] = store.lowering.moments.clone()
+        tensors[f"store{index}.{QUERY_MOMENTS}"] = store.lowering.moments.clone()
     # earlier releases know no lowered tokens
     lowered = {"lowered": store.lowering.tokens, "stage": store.stage} if store.lowering.active else {}
     return {
@@ -320,7 +320,7 @@ def _restore_store(
     # absent where nothing is lowered
     store.lowering.tokens = described.get("lowered", 0)
     store.lowering.told_full = store.lowering.tokens > 0
-    moments = tensors.get(f"store{index}.{MOMENTS}")
+    moments = tensors.get(f"store{index}.{QUERY_MOMENTS}")
     if store.moments is None and moments is not None:
         store.lowering.moments = moments[slots].to(device)
     return store

@@ -12,7 +12,6 @@ import pytest
 import torch
 from batching import LOSSLESS, LOSSY, NEW, chunks, prompts, request_config
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
-from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
 from hf_diffkv_serving.batching.memory import ServingMemory
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,6 +157,6 @@ def test_a_manager_may_be_stopped_between_two_looks(name: str, monkeypatch: pyte
         # what a `stop` sets to None is found once
         for attribute, found in (("_cache", [manager._cache]), ("batch_processor", [processor])):
             once = property(lambda _, found=found: found.pop() if found else None)
-            patched.setattr(DiffKVBatchingManager, attribute, once, raising=False)
+            patched.setattr(type(manager), attribute, once, raising=False)
         assert ASKED[name](manager) is not None
     manager.stop()
