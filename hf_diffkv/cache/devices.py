@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..pages.reserve import NO_MEMORY
+
 ValueT = TypeVar("ValueT")
 # error that a successful rank raises for a failed one
 ERROR_KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
@@ -85,7 +87,7 @@ class TensorParallel:
 
 def error_kind(error: Exception) -> str:
     """Returns the name in `ERROR_KINDS` of the error that other ranks raise for `error`."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, NO_MEMORY):
         return "MemoryError"
     return "ValueError" if isinstance(error, ValueError) else "RuntimeError"
 

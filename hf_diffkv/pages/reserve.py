@@ -21,6 +21,8 @@ _FALLBACK_RESERVATION = 1 << 36
 _LARGE_PAGE = 1 << 21
 # memory taken in advance grows by at least 1 / GROWTH, because every extension is a driver call or a copy
 GROWTH = 16
+# what is raised where a device has no memory
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 # reservations that grow in place on other types of device; `cuda_reserve.py` adds its own
 RESERVATIONS: dict[str, Callable[[torch.device], Reservation]] = {}

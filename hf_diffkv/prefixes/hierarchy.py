@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Union
 
-import torch
-
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.snapshot import Snapshot
+from ..pages.reserve import NO_MEMORY
 from .tiers import FolderTier, MemoryTier, Rank, choose_victims
 
 PrefixTier = Union[MemoryTier, FolderTier]
@@ -218,7 +217,7 @@ class Hierarchy:
         except OSError as error:
             self.note_fault("a prefix cannot be written", error)
             return False
-        except (MemoryError, torch.OutOfMemoryError):
+        except NO_MEMORY:
             # the next tier may have some
             return False
         self.written[tier.name] += cost

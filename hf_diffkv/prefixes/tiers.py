@@ -215,9 +215,9 @@ class FolderTier:
             save_snapshot(snapshot, partial, TensorParallel())
             os.utime(partial, ns=(used, used))
             os.rename(partial, self.folder / name)
-        except OSError as error:
+        except OSError:
             shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(str(error)) from error
+            raise
 
     def get(self, name: str) -> Snapshot:
         """Reads a prefix. Raises the errors of `load_snapshot`, and `OSError` if files cannot be read."""

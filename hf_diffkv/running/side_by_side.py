@@ -32,6 +32,7 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..evaluation.errors import one_line
 from ..heads.lookup import HINTS
+from ..pages.reserve import NO_MEMORY
 from ..replacing import save_text
 from .models import hide_progress_bars, model_from
 from .peak import PeakMemory
@@ -43,10 +44,9 @@ DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
 EXPECTED_ERRORS = (
     ValueError,
     OSError,
-    MemoryError,
+    *NO_MEMORY,
     NotImplementedError,
     HandOverError,
-    torch.OutOfMemoryError,
     # of what a model or its weights need and nobody has installed
     ImportError,
 )

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,6 +138,17 @@ def test_a_full_disk(
     assert_finds(store, runs, 30)
     assert store.insert(runs[1].ids, runs[1].cache)
     assert_finds(store, runs, 50)
+
+
+def test_each_kind_of_disk_error_is_reported(
+    model: PreTrainedModel, runs: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(model, tmp_path, runs[:1])
+    for error in (OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied")):
+        with monkeypatch.context() as patched:
+            patched.setattr(tiers, "save_snapshot", Mock(side_effect=error))
+            with pytest.warns(RuntimeWarning, match=f"cannot be written: .*{error.strerror}"):
+                assert not store.insert(runs[1].ids, runs[1].cache)
 
 
 def test_a_file_in_place_of_a_prefix(model: PreTrainedModel, runs: list[Run], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from hf_diffkv.cache.errors import HandOverError
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.pages.reserve import NO_MEMORY
 from hf_diffkv.prefixes.stats import ExpectedPrefix
 
 from .attention import PackedCache
 from .beginnings import Beginnings
 from .first_tokens import FirstTokens
-from .growing import NO_MEMORY
 from .memory import Moment, ServingMemory
 from .slots import Slots
 
@@ -177,8 +178,8 @@ class ContinuousCache(PackedCache):
         """
         if prompt_tokens == 0:
             raise ValueError("the prompt is empty; a request needs at least one token.")
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1, or None.")
+        if max_new_tokens is not None and (not isinstance(max_new_tokens, Integral) or max_new_tokens < 1):
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1, or None.")
         # the last token is never stored
         allowed = self.slots.longest + 1 - prompt_tokens
         wanted = 1 if max_new_tokens is None else max_new_tokens

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from hf_diffkv.pages.reserve import reserve
 
-# what is raised where a device has no memory
-NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
-
 
 class GrowingTensor:
     """A tensor [layers, ...] in memory that grows in place where the device allows it.

@@ -17,13 +17,13 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.heads.harm import HarmBetween
 from hf_diffkv.heads.query_moments import QueryMoments
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.pages.reserve import NO_MEMORY
 from hf_diffkv.store.compaction import settle
 from hf_diffkv.store.decode import StepAttention
 from hf_diffkv.store.faults import unstorable
 from hf_diffkv.store.prompt import PromptAttention
 from hf_diffkv.store.state import Store
 
-from .growing import NO_MEMORY
 from .part_rungs import PlannedRequests
 from .ranks import OtherPart, other_parts
 from .rungs import RungCounts, RungsOfParts

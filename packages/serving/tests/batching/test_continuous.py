@@ -284,7 +284,7 @@ def test_wrong_requests_are_refused_alone(model: PreTrainedModel, watch: Watch) 
     (right,) = prompts((20,))
     asked = {"low": ([3, -1], 5), "high": ([3, vocabulary], 5), "none": (right, 0), "right": (right, 7)}
     asked |= {"text": ("Hello", 5), "nested": ([right], 5), "tensor": (torch.tensor([right]), 5)}
-    asked |= {"none of it": ([3, None], 5), "floats": ([3.5, 4.0], 5)}
+    asked |= {"none of it": ([3, None], 5), "floats": ([3.5, 4.0], 5), "half": (right, 2.5)}
     for name, (ids, new) in asked.items():
         manager.add_request(ids, request_id=name, max_new_tokens=new)
     results = [manager.get_result(timeout=60) for _ in asked]
@@ -292,6 +292,7 @@ def test_wrong_requests_are_refused_alone(model: PreTrainedModel, watch: Watch) 
     found = {result.request_id: result for result in results}
     assert "token ids [-1]" in found["low"].error and f"token ids [{vocabulary}]" in found["high"].error
     assert f"0 to {vocabulary - 1}" in found["high"].error and "max_new_tokens=0" in found["none"].error
+    assert "max_new_tokens=2.5 must be a whole number" in found["half"].error
     assert "holds 'H' where token ids belong" in found["text"].error and "tokenise" in found["nested"].error
     assert all("where token ids belong" in found[name].error for name in ("tensor", "none of it", "floats"))
     assert all(found[name].generated_tokens == [] for name in asked if name != "right")
