@@ -1,4 +1,5 @@
-# The everyday commands. Only Python 3.10 or newer and make are needed; they set up what they need, once (tools/set_up.py).
+# The everyday commands. Only make and Python are needed, 3.10 or newer for the demo and 3.11 for the rest. They set up what
+# they need, once (tools/set_up.py).
 
 PYTHON ?= python3
 # An index or a folder of wheels may offer another build of the same version, for example one for CPUs.

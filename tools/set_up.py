@@ -30,6 +30,9 @@ STAGES = {
     ),
     "ray": (("-e", "packages/serving[ray]"), "what the tests on many machines need"),
 }
+# oldest Python of a stage: what `all` installs needs a Transformers that left 3.10 behind
+OLDEST = {"demo": (3, 10), "page": (3, 10), "all": (3, 11), "ray": (3, 11)}
+VERSION = re.compile(r"^version(?:_info)? = (\d+)\.(\d+)", re.MULTILINE)
 # seconds without a word after which a step says that it goes on
 SILENCE = 10
 # smaller packages are counted, not named
@@ -93,6 +96,7 @@ def set_up(environment: Path, stage: str, torch: str, report: Report) -> None:
     """
     python = environment / "bin" / "python"
     requirements, purpose = STAGES[stage]
+    check_python(environment, stage)
     if stage == "demo":
         if not os.access(python, os.X_OK):
             run(f"making an environment in {environment}", [sys.executable, "-m", "venv", str(environment)], report)
@@ -107,6 +111,17 @@ def set_up(environment: Path, stage: str, torch: str, report: Report) -> None:
         finally:
             library.wait()
     run(f"installing {purpose}", pip(python, *requirements), report)
+
+
+def check_python(environment: Path, stage: str) -> None:
+    """Raises `SetUpError` if a stage needs a newer Python than the environment has, or would be made with."""
+    settings = environment / "pyvenv.cfg"
+    made = VERSION.search(settings.read_text()) if settings.is_file() else None
+    version = tuple(map(int, made.groups())) if made else sys.version_info[:2]
+    if version < OLDEST[stage]:
+        found, needed = (".".join(map(str, each)) for each in (version, OLDEST[stage]))
+        first = f"remove {environment}, which has Python {found}, and" if made else f"this is Python {found};"
+        raise SetUpError(f"{first} give Python {needed} or newer, as in `make demo PYTHON=python{needed}`.")
 
 
 def pip(python: Path, *requirements: str) -> list[str]:

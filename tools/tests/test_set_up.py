@@ -67,6 +67,29 @@ def test_later_stages_install_the_rest_alone(tool: ModuleType, tmp_path: Path, s
     assert calls(tmp_path) == [installed]
 
 
+@pytest.mark.parametrize("line", ["version = 3.10.13", "version_info = 3.10.13.final.0"])
+@pytest.mark.parametrize("stage, works", [("demo", True), ("page", True), ("all", False), ("ray", False)])
+def test_an_environment_of_an_older_python(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, stage: str, works: bool
+) -> None:
+    venv = environment(tmp_path)
+    (venv / "pyvenv.cfg").write_text(f"home = /usr/bin\ninclude-system-site-packages = false\n{line}\n")
+    assert tool.main([str(venv), stage]) == (0 if works else 1)
+    assert (tmp_path / "calls").exists() == works
+    if not works:
+        said = capsys.readouterr().err
+        assert f"remove {venv}, which has Python 3.10" in said and "PYTHON=python3.11" in said
+
+
+def test_an_older_python_makes_no_environment(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool.sys, "version_info", (3, 9, 18))
+    assert tool.main([str(tmp_path / "venv"), "demo"]) == 1
+    assert not (tmp_path / "venv").exists()
+    assert "this is Python 3.9; give Python 3.10 or newer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fails", ["torch", ".", "gguf"])
 def test_what_pip_says_of_a_failure_is_shown(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: str
