@@ -406,9 +406,10 @@ class Stores:
 
     def give_up(self, index: int, error: BaseException) -> None:
         """Ends a forward that could not give a layer its tokens: undoes it in the first layer, else it is broken."""
-        # work of other layers or ranks for this forward cannot be undone from here
+        # what other layers or ranks did for this forward, or an interrupted beginning, cannot be undone from here
         alone = self.tensor_parallel.size == 1 or not isinstance(error, MemoryError)
-        undone = self.starts_forward(index) and alone and not self.broken and self.earlier.set_back()
+        begun = any(store.seen > self.seen[index] for store in self.all)
+        undone = self.starts_forward(index) and alone and not (begun or self.broken) and self.earlier.set_back()
         self.broken |= not undone
         self.turns.end(undone)
 
