@@ -23,7 +23,7 @@ from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .free_memory import budget_of
 from .inference import ordinary_tensors
-from .other_layers import EarlierLayers, has_states
+from .other_layers import EarlierLayers
 from .turns import ForwardTurns
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -302,9 +302,9 @@ class Stores:
         if self.turns.reach(layer_idx) and self.earlier.open:
             self.earlier.end()
 
-    def reach_other(self, layer_idx: int, layer: Any) -> None:
-        """Notes that a forward reaches a layer of Transformers' own and may change it."""
-        if self.turns.reach(layer_idx, comes_once=not has_states(layer), is_stock=True):
+    def reach_other(self, layer_idx: int, layer: Any, call: tuple = ("update",)) -> None:
+        """Notes that a forward reaches a layer of Transformers' own by `call` (`turns.reach`) and may change it."""
+        if self.turns.reach(layer_idx, call, is_stock=True):
             self.earlier.begin()
         if self.num_layers:
             self.earlier.note(layer)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
@@ -79,6 +80,30 @@ def test_a_hybrid_interrupted_in_any_layer_is_never_wrong(place: int) -> None:
     assert cache.get_seq_length() in (seen, text.shape[1])
     cache.reset()
     assert torch.equal(generate(model, text, cache), generate(model, text, expected))
+
+
+@STATES
+@pytest.mark.parametrize("count", [1, 5], ids=["step", "turn"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_a_hybrids_own_forward_that_failed_behind_its_first_states(name: str, count: int) -> None:
+    """The next forward begins in the very layer in which this one ended."""
+    model = tiny_model(name, "diffkv", **FAMILIES[name].options)
+    cache = DiffKVCache(model.config, LOSSLESS)
+    model(ids(40), **passing(cache))
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    hook = model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(ids(count, seed=7), **passing(cache))
+    hook.remove()
+    with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
+        model(ids(count, seed=7), **passing(cache))
+    cache.reset()
+    for given in (ids(40), ids(1), ids(3)):
+        model(given, **passing(cache))
+    cache.check_integrity()
 
 
 @STATES
