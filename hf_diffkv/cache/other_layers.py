@@ -183,6 +183,17 @@ def let_go_of_prompt(layer: Any) -> None:
             setattr(layer, name, kept.clone())
 
 
+def without_gradients(layers: Sequence[Any]) -> dict[int, Tensor]:
+    """Copies tensors of Transformers' own layers that a forward with gradients left, as `copy.deepcopy` refuses to.
+
+    Returns:
+        The copies, by the identity of what they are of.
+    """
+    held = [value for layer in layers for value in vars(layer).values()]
+    held += [value for group in held if isinstance(group, dict) for value in group.values()]
+    return {id(t): t.detach().clone() for t in held if isinstance(t, Tensor) and t.grad_fn is not None}
+
+
 def empty_other_layers(layers: Sequence[Any]) -> None:
     """Empties Transformers' own layers of a cache after their `reset`."""
     for layer in layers:

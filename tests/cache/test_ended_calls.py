@@ -162,6 +162,19 @@ def test_what_inference_mode_filled_goes_on_outside(name: str, config: DiffKVCon
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("qwen3_next", marks=STATES)])
+def test_copies_of_what_a_forward_with_gradients_filled(name: str) -> None:
+    model = tiny_model(name, "diffkv", **FAMILIES[name].options)
+    cache, expected = DiffKVCache(model.config, LOSSLESS), DynamicCache(config=model.config)
+    with torch.enable_grad():
+        model(ids(40), **passing(cache))
+    with torch.no_grad():
+        model(ids(40), **passing(expected))
+        logits = model(ids(1), **passing(expected)).logits
+        for each in (copy.deepcopy(cache), *cache.fork(2), cache):
+            torch.testing.assert_close(model(ids(1), **passing(each)).logits, logits, rtol=0, atol=1e-4)
+
+
 def test_a_kept_exception_keeps_no_claim() -> None:
     model, cache = tiny_model("llama"), DiffKVCache(tiny_model("llama"), LOSSLESS)
     with ThreadPoolExecutor(1) as pool:
