@@ -54,9 +54,12 @@ class OtherStates:
         return super().get_recurrent_state(layer_idx, *args, **kwargs)  # type: ignore[misc]
 
     def _reach_states(self, layer_idx: int, *call: Any) -> None:
-        if not (torch.compiler.is_compiling() or self.stores.capturing):
-            # its name and the number of the state, if any
-            known = tuple(each for each in call if isinstance(each, (str, int)))
+        if torch.compiler.is_compiling() or self.stores.capturing:
+            return
+        # its name and the number of the state, if any
+        known = tuple(each for each in call if isinstance(each, (str, int)))
+        # users look at states between two forwards
+        if not known[0].startswith("get") or self.stores.turns.within_module():
             self.stores.reach_other(layer_idx, self.layers[layer_idx], known)
 
 

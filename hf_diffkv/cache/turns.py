@@ -161,13 +161,17 @@ class ForwardTurns:
             if not nested:
                 self._give_back()
 
+    def within_module(self) -> bool:
+        """Returns whether this thread is within a module, as in a forward."""
+        return module_frames(sys._getframe()) > self.outer
+
     def _take(self, use: _Use, whatever_runs: bool) -> bool:
         """Waits for a turn. Returns whether this thread had it already."""
         thread = threading.get_ident()
         with self._mutex:
             mine = self._thread == thread
             step, forward = mine and self._use is _Use.STEP, mine and self._use is _Use.FORWARD
-            if not whatever_runs and (step or forward and module_frames(sys._getframe()) > self.outer):
+            if not whatever_runs and (step or forward and self.within_module()):
                 raise forward_under_way()
             if forward:
                 # the forward is over without its last layer

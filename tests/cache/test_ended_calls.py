@@ -107,6 +107,19 @@ def test_a_hybrids_own_forward_that_failed_behind_its_first_states(name: str, co
 
 
 @STATES
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_look_at_a_state_is_no_forward(place: int) -> None:
+    model, cache, expected = hybrid(), DiffKVCache(hybrid(), LOSSLESS), DynamicCache(config=hybrid().config)
+    text = generate(model, ids(40), cache)
+    generate(model, ids(40), expected)
+    states = [each.get_conv_state(place) for each in (cache, expected)]
+    torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+    assert cache.memory().tokens["window"]
+    cache.get_conv_state(place)
+    assert torch.equal(generate(model, text, cache), generate(model, text, expected))
+
+
+@STATES
 def test_a_hybrid_that_refused_tokens_says_so() -> None:
     """Its convolutions had taken the tokens, and cannot give them back."""
     model, cache = hybrid(), DiffKVCache(hybrid(), LOSSLESS)
