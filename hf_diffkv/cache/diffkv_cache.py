@@ -35,6 +35,7 @@ from .other_layers import (
     has_states,
     let_go_of_prompt,
     stand_ins,
+    without_gradients,
 )
 from .report import MemoryReport, in_short, memory_report
 from .resolve import config_of, harm_for, moments_for, resolve_config
@@ -368,6 +369,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
     @between_forwards
     def __deepcopy__(self, memo: dict) -> DiffKVCache:
+        memo |= without_gradients(self.layers)
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in list(vars(self).items())})
         return twin

@@ -189,6 +189,11 @@ class LatentLayer(DiffKVLayer):
                 return query, _unchanged
         return projection.absorb(query), projection.values
 
+    def _begin(self, key: Tensor, value: Tensor) -> None:
+        # an earlier forward may have ended between `enter` and its attention
+        self.expand = None
+        super()._begin(key, value)
+
     def _new_tokens(self, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None) -> Any:
         expand, self.expand = self.expand, None
         if expand is None:

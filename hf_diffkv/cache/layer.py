@@ -179,10 +179,10 @@ class DiffKVLayer(CacheLayerMixin):
             key, value = _as_attended(key_states, value_states)
             with _without_gradients(), self._in_step(key.device, self._may_fail_alone(key.shape[2])):
                 self._begin(key, value)
+            self.see(key.shape[2])
         except BaseException as error:
             self.stores.give_up(self.index, error)
             raise
-        self.see(key.shape[2])
         self.pending, self.stores.pending = (key, value), self.index
         return _tagged(key_states, value_states, self)
 
@@ -255,7 +255,9 @@ class DiffKVLayer(CacheLayerMixin):
         try:
             with _without_gradients(), self._in_step(query.device, alone):
                 output = self._attend(query, softmax, valid, mask, shown)
-        except BaseException:
+        except BaseException as error:
+            # an interrupt may come when the tokens are stored
+            self.stores.broken |= not isinstance(error, Exception)
             self.abandon(tokens)
             raise
         if self.stores.earlier.open:

@@ -31,7 +31,7 @@ class OtherStates:
         return super().get_mask_sizes(query_length, self.stand_ins.get(layer_idx, layer_idx))  # type: ignore[misc]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        self._reach_states(layer_idx)
+        self._reach_states(layer_idx, "update_conv_state", *args, *kwargs.values())
         stores = self.stores.all
         # states of steps are joined in the model
         if stores and not torch.compiler.is_compiling() and conv_states.shape[0] != stores[0].batch_size:
@@ -41,21 +41,26 @@ class OtherStates:
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        self._reach_states(layer_idx)
+        self._reach_states(layer_idx, "update_recurrent_state", *args, *kwargs.values())
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
     # models write into the states they get
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        self._reach_states(layer_idx)
+        self._reach_states(layer_idx, "get_conv_state", *args, *kwargs.values())
         return super().get_conv_state(layer_idx, *args, **kwargs)  # type: ignore[misc]
 
     def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        self._reach_states(layer_idx)
+        self._reach_states(layer_idx, "get_recurrent_state", *args, *kwargs.values())
         return super().get_recurrent_state(layer_idx, *args, **kwargs)  # type: ignore[misc]
 
-    def _reach_states(self, layer_idx: int) -> None:
-        if not (torch.compiler.is_compiling() or self.stores.capturing):
-            self.stores.reach_other(layer_idx, self.layers[layer_idx])
+    def _reach_states(self, layer_idx: int, *call: Any) -> None:
+        if torch.compiler.is_compiling() or self.stores.capturing:
+            return
+        # its name and the number of the state, if any
+        known = tuple(each for each in call if isinstance(each, (str, int)))
+        # users look at states between two forwards
+        if not known[0].startswith("get") or self.stores.turns.within_module():
+            self.stores.reach_other(layer_idx, self.layers[layer_idx], known)
 
 
 class EarlierLayers:
@@ -179,6 +184,17 @@ def let_go_of_prompt(layer: Any) -> None:
         # a step leaves one token behind, which is not worth a copy
         if isinstance(kept, Tensor) and kept.untyped_storage().nbytes() > 2 * kept.nbytes:
             setattr(layer, name, kept.clone())
+
+
+def without_gradients(layers: Sequence[Any]) -> dict[int, Tensor]:
+    """Copies tensors of Transformers' own layers that a forward with gradients left, as `copy.deepcopy` refuses to.
+
+    Returns:
+        The copies, by the identity of what they are of.
+    """
+    held = [value for layer in layers for value in vars(layer).values()]
+    held += [value for group in held if isinstance(group, dict) for value in group.values()]
+    return {id(t): t.detach().clone() for t in held if isinstance(t, Tensor) and t.grad_fn is not None}
 
 
 def empty_other_layers(layers: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .free_memory import budget_of
 from .inference import ordinary_tensors
-from .other_layers import EarlierLayers, has_states
+from .other_layers import EarlierLayers
 from .turns import ForwardTurns
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -302,9 +302,9 @@ class Stores:
         if self.turns.reach(layer_idx) and self.earlier.open:
             self.earlier.end()
 
-    def reach_other(self, layer_idx: int, layer: Any) -> None:
-        """Notes that a forward reaches a layer of Transformers' own and may change it."""
-        if self.turns.reach(layer_idx, comes_once=not has_states(layer), is_stock=True):
+    def reach_other(self, layer_idx: int, layer: Any, call: tuple = ("update",)) -> None:
+        """Notes that a forward reaches a layer of Transformers' own by `call` (`turns.reach`) and may change it."""
+        if self.turns.reach(layer_idx, call, is_stock=True):
             self.earlier.begin()
         if self.num_layers:
             self.earlier.note(layer)
@@ -406,9 +406,10 @@ class Stores:
 
     def give_up(self, index: int, error: BaseException) -> None:
         """Ends a forward that could not give a layer its tokens: undoes it in the first layer, else it is broken."""
-        # work of other layers or ranks for this forward cannot be undone from here
+        # what other layers or ranks did for this forward, or an interrupted beginning, cannot be undone from here
         alone = self.tensor_parallel.size == 1 or not isinstance(error, MemoryError)
-        undone = self.starts_forward(index) and alone and not self.broken and self.earlier.set_back()
+        begun = any(store.seen > self.seen[index] for store in self.all)
+        undone = self.starts_forward(index) and alone and not (begun or self.broken) and self.earlier.set_back()
         self.broken |= not undone
         self.turns.end(undone)
 

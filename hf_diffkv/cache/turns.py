@@ -66,6 +66,8 @@ class ForwardTurns:
         # index of the layer that the current forward reached last; infinite if none is under way, so that any layer
         # starts a forward
         self._place = float("inf")
+        # calls by which it has reached that layer
+        self._calls: set[tuple] = set()
         # layer that the current forward must reach; layers of Transformers' own do not tell whether they missed one
         self._until = -1
         self.last_layer_came = False
@@ -73,20 +75,23 @@ class ForwardTurns:
         self.outer = 0
         _all_turns.add(self)
 
-    def reach(self, layer_idx: int, comes_once: bool = True, is_stock: bool = False) -> bool:
+    def reach(self, layer_idx: int, call: tuple = ("update",), is_stock: bool = False) -> bool:
         """Notes that a forward reaches a layer, and takes the forward's turn with the first one.
 
         Args:
             layer_idx: index of the layer in the model.
-            comes_once: whether a forward reaches this layer at most once.
+            call: name and further arguments of the call, which a forward makes at most once in a layer.
             is_stock: whether it is a layer of Transformers' own.
 
         Returns:
             Whether it is the forward's first layer.
         """
-        begins = layer_idx < self._place or comes_once and layer_idx == self._place
+        begins = layer_idx < self._place or layer_idx == self._place and call in self._calls
         if begins:
             self._begin()
+        if begins or layer_idx > self._place:
+            self._calls.clear()
+        self._calls.add(call)
         self._place = layer_idx
         if is_stock:
             self._until = self.last_layer
@@ -156,13 +161,17 @@ class ForwardTurns:
             if not nested:
                 self._give_back()
 
+    def within_module(self) -> bool:
+        """Returns whether this thread is within a module, as in a forward."""
+        return module_frames(sys._getframe()) > self.outer
+
     def _take(self, use: _Use, whatever_runs: bool) -> bool:
         """Waits for a turn. Returns whether this thread had it already."""
         thread = threading.get_ident()
         with self._mutex:
             mine = self._thread == thread
             step, forward = mine and self._use is _Use.STEP, mine and self._use is _Use.FORWARD
-            if not whatever_runs and (step or forward and module_frames(sys._getframe()) > self.outer):
+            if not whatever_runs and (step or forward and self.within_module()):
                 raise forward_under_way()
             if forward:
                 # the forward is over without its last layer

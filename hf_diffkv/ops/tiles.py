@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,22 +31,30 @@ class Tiles:
     full: int
 
 
-@dataclass(frozen=True)
 class Bounds:
     """The host's upper bounds on the rows' lengths, which need no look at the device.
 
-    Attributes:
+    Args:
         max_tokens: upper bound on the tokens of any row, window included.
-        tiles: tiles that cover all high and all low pages; None for backends other than the reference, which read the
-            counts themselves.
+        tiles: tiles that cover all high and all low pages; None builds them when they are asked for.
+        tiers: arguments of `build_tiles` for the high and the low pages; empty if the reference never runs.
     """
 
-    max_tokens: int
-    tiles: tuple[Tiles, Tiles] | None = None
+    def __init__(
+        self, max_tokens: int, tiles: tuple[Tiles, ...] | None = None, tiers: Sequence[tuple[Any, ...]] = ()
+    ) -> None:
+        self.max_tokens, self._tiers = max_tokens, tiers
+        if tiles is not None:
+            self.tiles = tiles
+
+    @cached_property
+    def tiles(self) -> tuple[Tiles, ...]:
+        """Tiles that cover all high and all low pages. Backends other than the reference read the counts themselves."""
+        return tuple(build_tiles(*tier) for tier in self._tiers)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors on the device."""
-        return [] if self.tiles is None else [t for tile in self.tiles for t in (tile.row, tile.first)]
+        return [t for tile in vars(self).get("tiles", ()) for t in (tile.row, tile.first)]
 
 
 def build_tiles(counts: np.ndarray, lookahead: int, capacity: int, device: torch.device) -> Tiles:

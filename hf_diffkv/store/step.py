@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..ops.backend import REFERENCE
-from ..ops.tiles import Bounds, build_tiles
+from ..ops.tiles import Bounds
 from ..pages.pool import FREE
 from .budget import make_room
 from .compaction import settle
@@ -117,15 +117,15 @@ def bound_rows(store: Store, high: np.ndarray, low: np.ndarray, lookahead: int) 
         high, low: current counts, int64 [layers, batch, heads].
     """
     longest = int((high + low).max()) + lookahead + store.window_slots
-    if store.ops.backend != REFERENCE:
-        store.all_bounds = Bounds(longest)
-        store.layer_bounds = [store.all_bounds] * store.num_layers
-        return
     tiers = ((high, store.layout.high.capacity), (low, store.layout.low.capacity))
 
     def bounds(layers: slice | int) -> Bounds:
-        tiles = (build_tiles(counts[layers].ravel(), lookahead, capacity, store.device) for counts, capacity in tiers)
-        return Bounds(longest, tuple(tiles))
+        given = [(counts[layers].ravel(), lookahead, capacity, store.device) for counts, capacity in tiers]
+        return Bounds(longest, tiers=given)
 
     store.all_bounds = bounds(slice(None))
     store.layer_bounds = [bounds(layer) for layer in range(store.num_layers)]
+    if store.ops.backend == REFERENCE:
+        # now, so that the budget counts them
+        for each in (store.all_bounds, *store.layer_bounds):
+            _ = each.tiles

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
@@ -82,6 +83,43 @@ def test_a_hybrid_interrupted_in_any_layer_is_never_wrong(place: int) -> None:
 
 
 @STATES
+@pytest.mark.parametrize("count", [1, 5], ids=["step", "turn"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_a_hybrids_own_forward_that_failed_behind_its_first_states(name: str, count: int) -> None:
+    """The next forward begins in the very layer in which this one ended."""
+    model = tiny_model(name, "diffkv", **FAMILIES[name].options)
+    cache = DiffKVCache(model.config, LOSSLESS)
+    model(ids(40), **passing(cache))
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    hook = model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(ids(count, seed=7), **passing(cache))
+    hook.remove()
+    with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
+        model(ids(count, seed=7), **passing(cache))
+    cache.reset()
+    for given in (ids(40), ids(1), ids(3)):
+        model(given, **passing(cache))
+    cache.check_integrity()
+
+
+@STATES
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_look_at_a_state_is_no_forward(place: int) -> None:
+    model, cache, expected = hybrid(), DiffKVCache(hybrid(), LOSSLESS), DynamicCache(config=hybrid().config)
+    text = generate(model, ids(40), cache)
+    generate(model, ids(40), expected)
+    states = [each.get_conv_state(place) for each in (cache, expected)]
+    torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+    assert cache.memory().tokens["window"]
+    cache.get_conv_state(place)
+    assert torch.equal(generate(model, text, cache), generate(model, text, expected))
+
+
+@STATES
 def test_a_hybrid_that_refused_tokens_says_so() -> None:
     """Its convolutions had taken the tokens, and cannot give them back."""
     model, cache = hybrid(), DiffKVCache(hybrid(), LOSSLESS)
@@ -135,6 +173,19 @@ def test_what_inference_mode_filled_goes_on_outside(name: str, config: DiffKVCon
         with mode():
             text = generate(model, text.clone(), cache, new=20)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("qwen3_next", marks=STATES)])
+def test_copies_of_what_a_forward_with_gradients_filled(name: str) -> None:
+    model = tiny_model(name, "diffkv", **FAMILIES[name].options)
+    cache, expected = DiffKVCache(model.config, LOSSLESS), DynamicCache(config=model.config)
+    with torch.enable_grad():
+        model(ids(40), **passing(cache))
+    with torch.no_grad():
+        model(ids(40), **passing(expected))
+        logits = model(ids(1), **passing(expected)).logits
+        for each in (copy.deepcopy(cache), *cache.fork(2), cache):
+            torch.testing.assert_close(model(ids(1), **passing(each)).logits, logits, rtol=0, atol=1e-4)
 
 
 def test_a_kept_exception_keeps_no_claim() -> None:

@@ -11,7 +11,7 @@ import torch
 from runs import Run, assert_equal_contents, model_of, started, tokens
 
 from hf_diffkv import DiffKVConfig
-from hf_diffkv.cache import held_tokens, rows
+from hf_diffkv.cache import held_tokens, layer, rows
 from hf_diffkv.cache.errors import HandOverError
 from hf_diffkv.pages import pool
 from hf_diffkv.store import compaction, forks, prompt, state
@@ -37,14 +37,16 @@ def recorded() -> Run:
     return run
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, does_it: bool) -> Callable[[], None]:
+def failing(
+    monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, does_it: bool, error: type[BaseException] = Failure
+) -> Callable[[], None]:
     """Makes a function fail from now on, before or after its work; returns what ends this."""
     whole = getattr(holder, name)
 
     def fail(*args: Any, **options: Any) -> None:
         if does_it:
             whole(*args, **options)
-        raise Failure
+        raise error
 
     monkeypatch.setattr(holder, name, fail)
     return lambda: monkeypatch.setattr(holder, name, whole)
@@ -117,6 +119,40 @@ def test_what_stopped_halfway_is_refused_until_reset(case: str, monkeypatch: pyt
             use(run)
     with pytest.raises(HandOverError, match="stopped halfway"):
         step(run.on(copy.deepcopy(run.cache)))
+    run.cache.reset()
+    again = started(run.model, LENGTHS, cache=run.cache)
+    again.steps(tokens(2, 20))
+    assert_equal_contents(again.cache, begun().cache)
+
+
+INTERRUPTED = {
+    "before it is begun": (layer.DiffKVLayer, "_begin", False),
+    "begun": (layer.DiffKVLayer, "_begin", True),
+    "begun, not counted": (layer.DiffKVLayer, "see", False),
+    "stored, not counted": (layer, "Changing", False),
+    "stored": (layer.DiffKVLayer, "_attend", True),
+}
+
+
+@pytest.mark.parametrize("change", [step, chunk])
+@pytest.mark.parametrize("begin", [begun, recorded])
+@pytest.mark.parametrize("case", INTERRUPTED)
+def test_an_interrupt_in_the_first_layer(
+    case: str, begin: Callable[[], Run], change: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, expected = begin(), begin()
+    end = failing(monkeypatch, *INTERRUPTED[case], KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        change(run)
+    end()
+    if case == "before it is begun":
+        change(run)
+        change(expected)
+        assert_equal_contents(run.cache, expected.cache)
+        return
+    for use in (step, chunk, lambda run: run.cache.fork(1)):
+        with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
+            use(run)
     run.cache.reset()
     again = started(run.model, LENGTHS, cache=run.cache)
     again.steps(tokens(2, 20))

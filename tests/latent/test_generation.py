@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from latent_models import LENGTHS, LOSSY, assert_same, dense, latent_model, lossless, text
+from runs import started, tokens
 from tiny_models import LATENT, greedy, ragged_prompts
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -300,3 +301,15 @@ def test_each_precision_of_latents(bits: int) -> None:
         logits = [model(ids[:, -1:], **passing(each)).logits for each in (cache, twin)]
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=2e-4)
     assert (cache.levels(0) == 2).sum() > 40
+
+
+def test_a_long_turn_that_is_refused_leaves_nothing_to_the_next_forward() -> None:
+    """It would have expanded latents, which shorter forwards do not."""
+    model = latent_model("deepseek_v3")
+    model.set_attn_implementation("diffkv")
+    run, expected = started(model, (40, 31), lossless(model).config), started(model, (40, 31), lossless(model).config)
+    mask, run.mask = run.mask, torch.ones_like(run.mask)
+    with pytest.raises(ValueError, match="padding or hidden before"):
+        run.feed(tokens(2, 200))
+    run.mask = mask
+    assert torch.equal(run.feed(tokens(2, 3)), expected.feed(tokens(2, 3)))
