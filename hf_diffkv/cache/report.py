@@ -105,6 +105,8 @@ class MemoryReport:
         """Reason why no memory is saved; empty if some is."""
         if self.ratio < 1:
             return ""
+        if not self.layers:
+            return "no layer of this model is compressed"
         # fewer bits or pruning would show in the payload
         as_they_are = self.tokens["high"] + self.tokens["low"] > 0 and self.payload_bytes == self.dense_bytes
         return "tokens are stored as they are, which saves nothing" if as_they_are else "too few tokens to save memory"

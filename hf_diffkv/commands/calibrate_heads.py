@@ -51,7 +51,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     try:
         check_ratio(ratio, [(1, *(dims or (head_dim, head_dim)))], element_bytes, ladder)
     except ValueError as error:
-        raise EvaluationError(str(error)) from error
+        raise EvaluationError(str(error).replace("target_ratio=", "--ratio ")) from error
     _check_user_folder()
     length = options.length or DOCUMENT_LENGTH
     pieces = None if options.text is None else read_pieces(options.text)

@@ -324,7 +324,7 @@ def _kept(run: FinishedRun) -> list[str]:
     if run.num_layers is not None and compressed < run.num_layers:
         note = "the bytes count all of them. `hf-diffkv inspect` says which."
         lines.append(paragraph(f"{compressed} of {run.num_layers} layers are compressed; {note}"))
-    if run.dense_bytes is not None and run.cache_bytes >= run.dense_bytes:
+    if run.layers != [] and run.dense_bytes is not None and run.cache_bytes >= run.dense_bytes:
         if run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]:
             why = "Nothing is saved: every token is stored as it is."
         else:

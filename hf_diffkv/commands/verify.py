@@ -137,7 +137,7 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
 def _good(name: str, chosen: Any, limit: float) -> str:
     found = f"Good: {chosen.kl:.4f} nats are within {limit:g}, the likeliest token is the same at {chosen.top1:.1%}"
     if chosen.ratio >= 1:
-        return f"{found}, but so short a cache saves nothing; give the --length of your prompts."
+        return f"{found}, but the cache saves nothing at this --length; give that of your prompts."
     return (
         f"{found}, and the cache takes {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate --model {quote(name)}` "
         "looks for a cheaper setting."

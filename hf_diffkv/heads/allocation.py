@@ -135,8 +135,8 @@ def check_ratio(
     name, least = min(ratios.items(), key=lambda item: item[1])
     if target_ratio < least:
         raise ValueError(
-            f"target_ratio={target_ratio} is below what {name} takes of every head, {least:.3f}; raise it, or give a "
-            "ladder with fewer bits."
+            f"target_ratio={target_ratio} is below what {name} takes of every head, {least:.3f}; raise it, or choose "
+            "precisions yourself."
         )
 
 

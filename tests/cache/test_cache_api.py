@@ -58,6 +58,14 @@ def test_sizes() -> None:
     assert lossless.memory().ratio > 1 and str(lossless.memory()).endswith("as they are, which saves nothing")
 
 
+def test_a_report_says_that_no_layer_is_compressed() -> None:
+    model = tiny_model("llama4_text")
+    with pytest.warns(UserWarning, match="no plain full-attention layer"):
+        cache = DiffKVCache(model)
+    model.generate(tokens(1, 40), cache=cache, max_new_tokens=2)
+    assert cache.memory().ratio == 1 and str(cache.memory()).endswith("; no layer of this model is compressed")
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -281,8 +281,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_measuring(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "0.1"], "target_ratio=0.1 is below what K2V2 takes of every head, 0.141; raise it"),
-        (["--ratio", "0"], "target_ratio=0.0 must be a number above 0"),
+        (["--ratio", "0.1"], "--ratio 0.1 is below what K2V2 takes of every head, 0.141; raise it, or choose"),
+        (["--ratio", "0"], "--ratio 0.0 must be a number above 0"),
         (["--ratio", "0.2", "--max-kl", "1", "--task", "text"], "--max-kl, --task measures thresholds, by which"),
         (["--ratio", "0.2", "--documents", "2"], "--documents measures thresholds, by which tokens are chosen"),
         (["--ratio", "0.2", "--thresholds"], "--thresholds measures thresholds"),

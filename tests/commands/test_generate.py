@@ -200,6 +200,8 @@ def test_summary_of_one_run() -> None:
     text = comparison(run_of([[1]], dense_bytes=800_000))
     assert "0.40 MB" in text and "50.0%" in text and "saves nothing" not in text
     assert "saves nothing" in comparison(run_of([[1]], dense_bytes=400_000))
+    none = comparison(run_of([[1]], dense_bytes=400_000, num_layers=4, layers=[]))
+    assert "0 of 4 layers are compressed" in none and "saves nothing" not in none
     levels = {"high": 9, "low": 0, "window": 9, "pruned": 0}
     lossless = run_of([[1]], dense_bytes=400_000, payload_bytes=400_000, levels=levels)
     assert "Nothing is saved: every token is stored as it is." in comparison(lossless)

@@ -314,6 +314,9 @@ def test_verify_of_what_is_good_enough(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr()
     assert printed.err == "" and " ".join(printed.out.split()).count("Good: ") == 1
     assert [line.split()[0] for line in printed.out.splitlines()[1:3]] == ["lossless", "chosen"]
+    assert main([*run, "--length", "40"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith("but the cache saves nothing at this --length; give that of your prompts.")
 
 
 def test_verify_finds_a_cache_that_is_wrong(

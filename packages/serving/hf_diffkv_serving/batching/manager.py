@@ -54,6 +54,7 @@ NOT_THERE = {
     "varlen_compile_config": "the forward is not compiled",
     "decode_compile_config": "the forward is not compiled",
     "default_compile_level": "the forward is not compiled",
+    "compile_config": "the forward is not compiled",
     "cpu_offload_space": "preempted requests are computed anew",
 }
 
@@ -99,7 +100,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self.failure: Exception | None = None
         self.model = model
         give_back_when_dropped(model, self)
-        options = _checked_options(continuous_batching_config)
+        options = _checked_options(continuous_batching_config, generation_config)
         self._may_capture = continuous_batching_config.use_cuda_graph is not False
         scheduler_class(options.scheduler_type)
         try:
@@ -472,7 +473,7 @@ def make_manager(
     return DiffKVBatchingManager(model, fields, generation_config, options, workload_hints)
 
 
-def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+def _checked_options(given: ContinuousBatchingConfig, generation_config: GenerationConfig) -> ContinuousBatchingConfig:
     """Copies the user's options of the engine, without those that this cache has no use for.
 
     Raises:
@@ -480,10 +481,9 @@ def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfi
     """
     options = copy.deepcopy(given)
     for name, reason in NOT_THERE.items():
-        value = getattr(options, name)
+        value = getattr(generation_config if name == "compile_config" else options, name)
         asked = any(value) if isinstance(value, tuple) else bool(value)
-        # None offloads as much as there is room for
-        if asked or name == "cpu_offload_space" and value is None:
+        if asked or name == "cpu_offload_space" and value is None:  # None offloads as much as there is room for
             raise ValueError(
                 f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.'
             )

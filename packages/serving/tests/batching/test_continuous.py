@@ -28,7 +28,7 @@ from hf_diffkv_serving.batching import manager as continuous
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from hf_diffkv_serving.batching.manager import DiffKVBatchingManager
 from tiny_models import tiny_model
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
@@ -446,12 +446,15 @@ def test_a_share_of_free_memory_is_the_budget(model: PreTrainedModel, monkeypatc
         ({"use_async_batching": True}, "use_async_batching=True"),
         ({"cpu_offload_space": 1.0}, "cpu_offload_space=1.0"),
         ({"default_compile_level": 1}, "default_compile_level=1"),
+        ({"compile_config": CompileConfig()}, "compile_config=CompileConfig"),
         ({"scheduler_type": "random"}, "scheduler_type='random'"),
     ],
 )
 def test_options_of_the_engine_that_do_not_go(model: PreTrainedModel, options: dict, message: str) -> None:
+    config = request_config(LOSSY)
+    config.compile_config = options.pop("compile_config", None)
     with pytest.raises(ValueError, match=message):
-        model.init_continuous_batching(request_config(LOSSY), ContinuousBatchingConfig(**options))
+        model.init_continuous_batching(config, ContinuousBatchingConfig(**options))
     assert model.config._attn_implementation == "sdpa"
 
 
