@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from ..arguments import similar
@@ -104,7 +104,7 @@ class DiffKVConfig:
     window: int = 64
     sinks: int = 4
     policy: str = "diffkv"
-    policy_options: Mapping[str, Any] = Options()
+    policy_options: Mapping[str, Any] = field(default_factory=Options)
     observation_window: int | None = None
     rotate: bool = True
     center: bool = True
