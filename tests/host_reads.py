@@ -99,6 +99,8 @@ class HostReads(TorchDispatchMode):
         frame = sys._getframe()
         while frame is not None and self.active:
             if frame.f_globals.get("__name__", "").startswith("hf_diffkv"):
-                self.found.append(f"{what} in {frame.f_code.co_qualname}")
+                # Python 3.10 knows the name alone
+                name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+                self.found.append(f"{what} in {name}")
                 return
             frame = frame.f_back
