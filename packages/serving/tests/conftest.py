@@ -14,6 +14,7 @@ ENGINE_TESTS = [
     "batching/test_engine.py",
     "batching/test_many_requests.py",
     "batching/test_no_memory.py",
+    "batching/test_refused_options.py",
     "batching/test_request_records.py",
     "batching/test_sampling.py",
     "batching/test_shared_beginnings.py",
