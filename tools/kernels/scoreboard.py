@@ -4,8 +4,8 @@ Every NVIDIA instruction since Volta carries how many cycles its warp stalls aft
 when its operands are read or its result is there, and which of them it waits for. The model issues at most one
 instruction per scheduler and cycle, keeps the pipes, the port to shared memory and a queue to memory busy, and
 completes asynchronous copies after a latency. It knows no bank conflicts but of reads of single words, no cache misses
-of instructions and no contention between multiprocessors but an equal share of bandwidth: expect figures to be off by
-a fifth.
+of instructions and no contention between multiprocessors but an equal share of bandwidth, so it is optimistic: with
+K5V4 it predicts 82 % of peak bandwidth where an H200 reached 57 %.
 """
 
 from __future__ import annotations
