@@ -121,8 +121,8 @@ def document() -> str:
         "windows. Such a model runs uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
         + _table("kept as they are", partly, _kept),
-        "In Gemma 3n and Gemma 4, later layers read the keys and values of an earlier one. That layer is compressed for "
-        "all of them: for significance, their queries count as additional heads of its KV heads "
+        "In Gemma 3n and Gemma 4, later layers read the keys and values of an earlier one. That layer is compressed "
+        "for all of them: for significance, their queries count as additional heads of its KV heads "
         "([store.md](store.md#how-later-layers-read-an-earlier-ones-keys-and-values); checked in "
         "`tests/store/test_shared.py` and `tests/cache/test_shared_layers.py`). Steps of these models are "
         "not captured as CUDA graphs. If a `device_map` or pipeline parallelism puts such "
