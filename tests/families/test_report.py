@@ -46,7 +46,7 @@ def test_no_page_calls_a_family_refused_that_is_not() -> None:
     lists = 0
     for page in (DOCUMENT.parents[1] / "README.md", *DOCUMENT.parent.glob("*.md")):
         text = " ".join(page.read_text().split())
-        for said in re.findall(r"(?:interface|attention code of its own|own attention code) \(([^()]*)\)", text):
+        for said in re.findall(r"attention (?:interface|code|code of its own) \(([^()]*)\)", text):
             names = re.split(r", |; ", said.partition("; before")[0])
             lists += 1
             for name in names:
