@@ -14,8 +14,8 @@ from vision_families import VISION_FAMILIES  # noqa: E402
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
 
-This page says what `DiffKVCache` does with each text family of Transformers. Well-known models come first; every family
-follows by its `model_type`, which is in a model's `config.json`.
+This page says what `DiffKVCache` does with each text family of Transformers. Well-known models come first, followed by
+every family under its `model_type`, which is in a model's `config.json`.
 """
 # what models are called, and their families
 FAMOUS = {
@@ -56,11 +56,11 @@ FAMOUS = {
 CHECKS = """## How this is checked
 
 `tests/families/families.py` holds this list and a tiny random model of each family. `tests/families/test_families.py`
-checks every row, on the oldest and the newest Transformers that is supported:
+checks every row, on the oldest and newest supported Transformers:
 
-- Families that are not refused generate the tokens that `DynamicCache` generates when everything is stored as it is
-  (greedy, a batch of three prompts with left padding, logits within 1e-4 in float32). With lossy settings, the layers
-  that this page calls compressed are compressed.
+- Families that are not refused generate the same tokens as `DynamicCache` when everything is stored losslessly (greedy,
+  a batch of three left-padded prompts, logits within 1e-4 in float32). With lossy settings, the layers that this page
+  calls compressed are compressed.
 - Refused families raise an `UnsupportedModelError` before the model runs.
 
 These tests prove correctness, not quality. `hf-diffkv verify --model MODEL` says how much compression a trained model
@@ -74,8 +74,8 @@ REASONS = {
     "adds a learned bias": "adds a learned bias to its attention logits",
     "adds a learned position bias": "adds a learned position bias to its attention logits",
     "repeats keys and values": "repeats keys and values after caching them",
-    "layers of its own to the cache": "adds layers of its own to the cache",
-    "cache class of its own": "brings a cache class of its own",
+    "layers of its own to the cache": "adds its own layers to the cache",
+    "cache class of its own": "has its own cache class",
     "attention interface": "does not use Transformers' attention interface",
     "no attention layers": "has no attention layers",
 }
@@ -97,7 +97,7 @@ def features() -> list[str]:
     since = sum(family.since[0] > 0 for family in full.values())
     compressed = len(full) + len(partly)
     return [
-        f"{len(full)} are compressed in all layers ({since} of them {newer}, before they are refused), "
+        f"{len(full)} are compressed in all layers ({since} of them only {newer}), "
         f"{len(partly)} in their full-attention layers, {len(nothing)} have nothing to compress, "
         f"{len(refused)} are refused with a reason.",
         f"the {compressed} compressed families generate",
@@ -121,8 +121,8 @@ def document() -> str:
         "windows. Such a model runs uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
         + _table("kept as they are", partly, _kept),
-        "In Gemma 3n and Gemma 4 later layers read the keys and values of an earlier one. That layer is compressed for "
-        "all of them: their queries count as further heads of its KV heads when significance is decided "
+        "In Gemma 3n and Gemma 4, later layers read the keys and values of an earlier one. That layer is compressed "
+        "for all of them: for significance, their queries count as additional heads of its KV heads "
         "([store.md](store.md#how-later-layers-read-an-earlier-ones-keys-and-values); checked in "
         "`tests/store/test_shared.py` and `tests/cache/test_shared_layers.py`). Steps of these models are "
         "not captured as CUDA graphs. If a `device_map` or pipeline parallelism puts such "
@@ -130,12 +130,12 @@ def document() -> str:
         "## Latents\n\n"
         f"Families with multi-head latent attention are {_names(latent)}; "
         "[latent.md](latent.md) says how their caches are compressed. No large trained model of this kind was "
-        "measured; on a tiny one fewer bits than K8V8, the default, lost more. Families whose indexer chooses tokens "
+        "measured; on a tiny one, fewer bits than the default K8V8 lost more. Families whose indexer chooses tokens "
         "are refused: `axk2`, `deepseek_v32`, `dots3_note_text`, `glm_moe_dsa`, `hy_v4`.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
         "side keeps its own attention. `tests/families/test_vision.py` checks them with an image in every prompt.\n\n"
         + _vision_table(),
-        "## Nothing to compress\n\nThese families generate as with `DynamicCache`, and a warning says so.\n\n"
+        "## Nothing to compress\n\nThese families generate as they do with `DynamicCache`, with a warning.\n\n"
         + _table("layers", nothing, _kept),
         "## Refused\n\n" + _table("why", refused, lambda family: REASONS[family.refused]),
         "Encoder-decoder models are refused as well.\n",
@@ -151,7 +151,7 @@ def _names(names: Iterable[str]) -> str:
 def _since(rows: dict[str, Family]) -> str:
     """Families that older releases run in a way that the cache cannot use."""
     newer = [f"`{name}` {_from(family)}" for name, family in rows.items() if family.since[0]]
-    return ", ".join(newer) + "; before, these are refused.\n"
+    return ", ".join(newer) + "; before that, these are refused.\n"
 
 
 def _from(family: Family) -> str:

@@ -45,7 +45,8 @@ def test_no_page_calls_a_family_refused_that_is_not() -> None:
     outcomes = {name: families for names, families in FAMOUS.items() for name in names.split(", ")}
     lists = 0
     for page in (DOCUMENT.parents[1] / "README.md", *DOCUMENT.parent.glob("*.md")):
-        for said in re.findall(r"(?:attention interface|attention code of its own) \(([^()]*)\)", page.read_text()):
+        text = " ".join(page.read_text().split())
+        for said in re.findall(r"attention (?:interface|code|code of its own) \(([^()]*)\)", text):
             names = re.split(r", |; ", said.partition("; before")[0])
             lists += 1
             for name in names:
