@@ -212,13 +212,21 @@ def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     padding = kwargs.get("attention_mask")
     if plain and padding is not None and padding.shape[-1] < kwargs["kv_length"]:
         raise _short_mask(padding, kwargs["kv_length"])
-    if plain and _no_padding(padding, kwargs["q_length"]):
+    if plain and _no_padding(padding, kwargs["q_length"]) and not _needs_mask(**kwargs):
         return None
     kwargs["allow_is_causal_skip"] = False
     mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
     if plain and padding is not None and padding.shape[-1] == kwargs["kv_length"]:
         setattr(mask, PADDING, padding.bool())
     return mask
+
+
+def _needs_mask(q_length: int, config: Any = None, q_offset: int = 0, **kwargs: Any) -> bool:
+    """Returns whether only a mask says that tokens after others are causal, which attention modules of PaliGemma deny.
+
+    Without tokens before them, Transformers' "eager" and "sdpa" disagree on what they see.
+    """
+    return q_length > 1 and q_offset > 0 and getattr(config, "use_bidirectional_attention", None) is True
 
 
 def _no_padding(padding: Tensor | None, queries: int) -> bool:

@@ -253,12 +253,14 @@ def room(stores: Sequence[Store]) -> int:
     return max(0, bisect_right(range(most + 1), left, key=needed) - 1)
 
 
-def give_way(store: Store, more: int, of_layer: int = 0) -> None:
+def give_way(store: Store, more: int, of_layer: int = 0, queries: int = 0) -> None:
     """Lowers rows and shrinks pools until bytes outside of them fit into the budget. Raises as `make_fit`.
 
     Args:
         more: bytes that `store` needs.
-        of_layer: bytes that each layer records in this forward, which stores whose turn is still to come need too.
+        of_layer: bytes of keys and values that each layer records in this forward, which stores whose turn is still to
+            come need too.
+        queries: bytes that it records besides, which are as many for any number of KV heads.
     """
     if not store.lowering.active or more <= 0:
         return
@@ -268,12 +270,15 @@ def give_way(store: Store, more: int, of_layer: int = 0) -> None:
         if other is not store:
             wide = other.num_heads * (other.key_dim + other.value_dim) / width
             layers = other.num_layers + other.readers if _recorded(other) <= _recorded(store) else 0
-            wanted[number] = int(of_layer * wide) * layers
-    if _for_pages(stores, sum(wanted)) >= sum(each.pool.capacity * page_bytes(each) for each in stores):
-        return
-    parts = [Part.of_growth(each, 0, bytes_more) for each, bytes_more in zip(stores, wanted)]
-    make_fit(parts)
-    _forget_bounds(parts)
+            # what it has promised is counted already
+            wanted[number] = 0 if other.lowering.promised else int(of_layer * wide + queries) * layers
+    if _for_pages(stores, sum(wanted)) < sum(each.pool.capacity * page_bytes(each) for each in stores):
+        parts = [Part.of_growth(each, 0, bytes_more) for each, bytes_more in zip(stores, wanted)]
+        make_fit(parts)
+        _forget_bounds(parts)
+    for other, bytes_more in zip(stores, wanted):
+        if other is not store:
+            other.lowering.promised += bytes_more
 
 
 def _forget_bounds(parts: Iterable[Part]) -> None:

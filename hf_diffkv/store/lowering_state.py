@@ -47,6 +47,7 @@ class LoweringState:
         told_full, told_final: whether it was logged that lowering has begun, and that all rows are lowered.
         made_room: whether rows were lowered for the current forward of several tokens.
         after: length of each request after that forward, int64 [layers, batch]; None without `made_room`.
+        promised: bytes that layers still to come in this forward will record; they count as held.
         together: stores of one cache that share the device's budget, this one included, as the cache said last; a
             copy does not know them.
     """
@@ -60,11 +61,12 @@ class LoweringState:
     told_final: bool = False
     made_room: bool = False
     after: np.ndarray | None = None
+    promised: int = 0
     together: tuple[weakref.ref, ...] = ()
 
     def begin(self) -> None:
         """Prepares for the next forward."""
-        self.made_room, self.after = False, None
+        self.made_room, self.after, self.promised = False, None, 0
 
     def note_final(self, layer: int, alpha_high: Union[float, tuple[float, ...]], shape: tuple[int, int]) -> None:
         """Notes which heads of a layer are lowered: those with an infinite threshold.

@@ -36,10 +36,13 @@ def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, 
     return together, entering, StoredPast.read(store, layer, entering)
 
 
-def _reserve(store: Store, more: int, of_layer: int) -> None:
-    """Makes room for `more` bytes of recorded tokens, `of_layer` in each. Raises `MemoryError` if they do not fit."""
-    give_way(store, more, of_layer)
+def _reserve(store: Store, more: int, kept: Recorded) -> None:
+    """Makes room for `more` bytes of recorded tokens, `kept` in each layer. Raises `MemoryError` if they do not fit."""
+    store.lowering.promised = 0
+    states = kept.key.nbytes + kept.value.nbytes
+    give_way(store, more, states, kept.bytes - states)
     check_budget(store, more)
+    store.lowering.promised = more
 
 
 class RecordedAttention:
@@ -72,8 +75,9 @@ class RecordedAttention:
         first = not self._new.reads
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
         if first and layer == 0:
-            later = store.readers * query.numel() * query.element_size()
-            _reserve(store, later + self._new.bytes * store.num_layers, self._new.bytes)
+            kept = self._kept()
+            later = store.readers * kept.reads[0].query.numel() * query.element_size()
+            _reserve(store, later + kept.bytes * store.num_layers, kept)
         together, entering, past = _after_recorded(store, layer, self._new)
         # without readers the queries of all recorded tokens are here, so that each may see other tokens
         asked = query if self._readers else together.reads[0].query
@@ -82,14 +86,29 @@ class RecordedAttention:
             _keep(store, layer, together)
         return output[:, :, output.shape[2] - query.shape[2] :]
 
+    def _kept(self) -> Recorded:
+        """Returns as many of the newest tokens as `_keep` adds to the recorded ones."""
+        before, new = self._store.recorded[self._layer], self._new.tokens
+        known = 0 if before is None else before.tokens
+        more = max(0, new - _surplus(known + new))
+        return self._new.part(new - more, new)
+
+
+def _surplus(tokens: int) -> int:
+    """Returns how many of the tokens that would be recorded are stored at once."""
+    return tokens - ROLLBACK_TOKENS if tokens > 2 * ROLLBACK_TOKENS else 0
+
 
 def _keep(store: Store, layer: int, together: Recorded) -> None:
     """Replaces the recorded tokens by `together`; stores the surplus at once."""
-    if together.tokens > 2 * ROLLBACK_TOKENS:
-        surplus = together.tokens - ROLLBACK_TOKENS
+    surplus = _surplus(together.tokens)
+    if surplus:
         _store(store, layer, together.part(0, surplus), generation_step=False)
         together = together.part(surplus, together.tokens)
-    store.recorded[layer] = together.detached()
+    before, store.recorded[layer] = store.recorded[layer], together.detached()
+    grown = together.bytes - (0 if before is None else before.bytes)
+    promised = store.lowering.promised - max(0, grown)
+    store.lowering.promised = max(0, promised) if layer < store.num_layers - 1 else 0
 
 
 def is_recording(store: Store) -> bool:

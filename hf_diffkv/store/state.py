@@ -239,8 +239,8 @@ class Store:
 
     def bytes_beside_pool(self) -> int:
         """Returns the bytes of everything except pages."""
-        tensors = sum(t.numel() * t.element_size() for t in self._tensors())
-        return tensors + self.padding.bytes + sum(r.bytes for r in self.recorded if r is not None)
+        tensors = sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes
+        return tensors + sum(r.bytes for r in self.recorded if r is not None) + self.lowering.promised
 
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from measured_heads import measured
 from native_code import needs_native
-from runs import contents, started, tokens
+from runs import Run, contents, started, tokens
 from test_until_full import assert_same_tokens, assert_within
 from tiny_models import ragged_prompts, tiny_model
 from transformers import PreTrainedModel
@@ -350,3 +350,20 @@ def test_measured_models_have_it_by_themselves(
     # a look makes room for nine tokens or for none, so that some rows may be left
     ends = [[name.split("/")[-1] for name in layer.precisions] for layer in cache.memory().layers]
     assert ends == finals
+
+
+@pytest.mark.parametrize("until_full", ["auto", None])
+@pytest.mark.parametrize("shapes", [False, True], ids=["one shape", "head shapes"])
+def test_recorded_prompts_need_room_for_what_stays_recorded(
+    shapes: bool, until_full: str | None, model: PreTrainedModel
+) -> None:
+    """The rest of a long prompt is stored at once; uncompressed it would take nearly twice the budget."""
+    mine, limit = of_two_shapes() if shapes else model, 1_000_000
+    cache = DiffKVCache(mine, max_bytes=limit, until_full=until_full, page_bytes=512)
+    cache.activate_past_recording()
+    run = Run(mine, cache)
+    for count in (900, 100, 600):
+        run.feed(tokens(1, count))
+        assert_within(run)
+        run.crop(3)
+        assert_within(run)

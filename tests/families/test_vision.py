@@ -86,6 +86,22 @@ def test_text_side(name: str) -> None:
     assert (lossy[1][1:] - expected[1][1:]).abs().max() > 1e-3, "compression must show"
 
 
+@pytest.mark.parametrize(
+    "options", [{"prefill_chunk_size": 40}, {"prompt_lookup_num_tokens": 3}], ids=["chunks", "lookup"]
+)
+@pytest.mark.parametrize("name", VISION_FAMILIES)
+@pytest.mark.sampled(100)
+def test_several_tokens_after_others(name: str, options: dict[str, int]) -> None:
+    """A single prompt has no padding, so that only its attention says what later tokens see."""
+    model = build(name)
+    inputs = {key: part[: part.shape[0] // len(LENGTHS)] for key, part in prompts(name).items()}
+    dense = DynamicCache(config=model.config.get_text_config(decoder=True))
+    expected = greedy(model, inputs, **passing(dense), **options)
+    lossless = greedy(model, inputs, cache_implementation="diffkv", cache_config=LOSSLESS.to_dict(), **options)
+    assert torch.equal(lossless[0], expected[0])
+    torch.testing.assert_close(lossless[1], expected[1], rtol=0, atol=1e-4)
+
+
 TEXT = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id")}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "git": (
