@@ -16,12 +16,13 @@ from hf_diffkv.commands.console import Command, Failure, megabytes, one_line, pa
 from hf_diffkv.commands.generate import SAMPLING
 from hf_diffkv.commands.models import load_tokenizer, position_limit, supported_config, usable_device
 from hf_diffkv.commands.options import (
+    BUDGET,
+    PATH,
+    SIZE,
     AtLeast,
     Between,
-    Budget,
-    Bytes,
     ConfigChoice,
-    NonEmptyPath,
+    Parsed,
     chain,
     choice_of,
     config_before,
@@ -33,6 +34,7 @@ from hf_diffkv.commands.options import (
     running_options,
 )
 from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.config.checks import bytes_in
 from hf_diffkv.config.until_full import PRECISE
 
 # of the budget, what prefixes get beside it where nothing is said
@@ -62,7 +64,7 @@ operation_options = chain(
     ),
     click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
     click.option("--max-queue", metavar="N", type=AtLeast(0), help="Most requests that wait; others get 429."),
-    click.option("--max-body", type=Bytes(), default="16MB", show_default=True, help="Of a request; more gets 413."),
+    click.option("--max-body", type=SIZE, default="16MB", show_default=True, help="Of a request; more gets 413."),
     click.option("--timeout", metavar="S", type=Between(0, min_open=True), help="Most seconds of an answer."),
     click.option("--grace", metavar="S", type=Between(0), default=30, help="Seconds to finish when stopped."),
     click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="json: one object per line."),
@@ -73,7 +75,7 @@ operation_options = chain(
 memory_options = chain(
     click.option(
         "--max-bytes",
-        type=Budget(),
+        type=BUDGET,
         help="Budget of all requests, e.g. 8GB, or 80% of what is free.  [default: --memory-share]",
     ),
     click.option(
@@ -100,13 +102,11 @@ memory_options = chain(
 prefix_options = chain(
     click.option(
         "--prefix-bytes",
-        type=Bytes(least=0),
+        type=Parsed("SIZE", lambda text: bytes_in(text, least=0)),
         help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]",
     ),
-    click.option(
-        "--prefix-folder", metavar="FOLDER", type=NonEmptyPath(), help="For prefixes that memory has no room for."
-    ),
-    click.option("--prefix-folder-bytes", type=Bytes(), help="Most bytes of its files.  [default: no limit]"),
+    click.option("--prefix-folder", metavar="FOLDER", type=PATH, help="For prefixes that memory has no room for."),
+    click.option("--prefix-folder-bytes", type=SIZE, help="Most bytes of its files.  [default: no limit]"),
 )
 
 choice_options = chain(
