@@ -52,19 +52,11 @@ class Allocation:
         precisions: one precision for each compressed layer and KV head.
         ratio: bytes of a stored token over its bytes in the model's dtype, over all layers and heads.
         loss: predicted mean KL to the dense cache, in nats.
-        first: precision beside which layers of one precision are stored; None if they are alone.
     """
 
     precisions: tuple[tuple[Precision, ...], ...]
     ratio: float
     loss: float
-    first: Precision | None = None
-
-    @property
-    def pairs(self) -> int:
-        """Number of different pairs, with `first` where a layer has one precision, else in a pair that contains it."""
-        own = [frozenset(layer) for layer in self.precisions]
-        return len(_stores({kind | {self.first} if self.first and len(kind) == 1 else kind for kind in own}))
 
 
 def allocate(
@@ -261,11 +253,6 @@ class _Solution:
     price: float = 0.0
 
 
-def _stores(kinds: set[frozenset]) -> set[frozenset]:
-    """Returns the kinds that are not a subset of another kind."""
-    return {kind for kind in kinds if not any(kind < other for other in kinds)}
-
-
 def _with_fewer(problem: _Problem, budget: int, found: _Solution, most: int) -> _Solution:
     allowed = problem.kinds()
     while len(problem.stores(found)) > most:
@@ -326,7 +313,8 @@ class _Problem:
 
     def stores(self, solution: _Solution) -> set[Kind]:
         """Returns the kinds that need a store each."""
-        kinds = _stores({self.kind_of(layer) for layer in solution.places})
+        kinds = {self.kind_of(layer) for layer in solution.places}
+        kinds = {kind for kind in kinds if not any(kind < other for other in kinds)}
         # a layer that has only that may be in the store of any pair with it
         alone = frozenset(self.highs[:1])
         return kinds - {alone} | {alone | {self.least}} if alone in kinds and alone else kinds
@@ -334,8 +322,7 @@ class _Problem:
     def allocation(self, solution: _Solution) -> Allocation:
         taken = sum(sizes[place] for sizes, places in zip(self.bytes, solution.places) for place in places)
         precisions = tuple(tuple(self.ladder[place] for place in places) for places in solution.places)
-        first = self.ladder[self.highs[0]] if self.highs else None
-        return Allocation(precisions, taken / self.dense_bytes, float(solution.loss), first)
+        return Allocation(precisions, taken / self.dense_bytes, float(solution.loss))
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
         """Minimises the loss within `budget` bytes of a token, with each layer's precisions from one of `kinds`."""
