@@ -95,8 +95,8 @@ class Sensitivity:
         return total
 
     def knows(self, precision: Precision) -> bool:
-        """Returns whether the bits of a precision were measured."""
-        return precision.k_bits in self.key_errors and precision.v_bits in self.value_errors
+        """Returns whether the loss at the bits of a precision is known: they were measured, or are 16."""
+        return precision.k_bits in {16, *self.key_errors} and precision.v_bits in {16, *self.value_errors}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON without the mark, numbers to four significant digits."""
