@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ..arguments import similar
 from ..heads import hub
 from ..precision import Precision, as_precision, is_integer
-from ..replacing import replacing
+from ..replacing import save_text
 from . import files as config_files
 from .checks import (
     HeadPrecisions,
@@ -428,8 +428,7 @@ class DiffKVConfig:
             raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
         folder = config_files.new_folder(save_directory)
         text = config_files.to_text(self.to_dict(), self.calibration)
-        with replacing(folder / hub.CONFIG_NAME) as new:
-            new.write_text(text)
+        save_text(text, folder / hub.CONFIG_NAME)
         if push_to_hub:
             queries = folder / hub.QUERIES_NAME
             beside = queries if queries.is_file() else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..precision import Precision
-from ..replacing import replacing
+from ..replacing import save_text
 from .mark import Mark
 from .recognition import MARK_KEY
 
@@ -129,8 +129,7 @@ class Sensitivity:
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file, with the mark if there is one. Raises `OSError`."""
         values = self.to_dict() | ({} if self.mark is None else {MARK_KEY: self.mark.to_dict()})
-        with replacing(path) as new:
-            new.write_text(json.dumps(values, sort_keys=True) + "\n")
+        save_text(json.dumps(values, sort_keys=True) + "\n", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Sensitivity:
