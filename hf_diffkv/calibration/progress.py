@@ -73,15 +73,12 @@ class Progress:
             return
         left = self._count - self._whole
         rest = f"{_documents(left)} left, about {self._left()}" if left else "all are measured"
-        seconds = _duration(self._since(self._begun))
+        seconds = _duration(time.perf_counter() - self._begun)
         self.say(f"document {self._whole} of {self._count} ({self._name}) took {seconds}; {rest}")
-
-    def _since(self, start: float) -> float:
-        return time.perf_counter() - start
 
     def _left(self) -> str:
         """Returns the time left at the rate so far, in words."""
-        rate = self._done / max(self._since(self._started), LEAST_SECONDS)
+        rate = self._done / max(time.perf_counter() - self._started, LEAST_SECONDS)
         return _duration(max(0.0, self._work - self._done) / rate)
 
 

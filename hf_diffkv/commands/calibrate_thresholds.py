@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
         EvaluationError: an error that the user can correct; measurements are kept.
         Failure: no thresholds are good enough.
     """
+    from ..calibration.documents import digest_of
     from ..calibration.measuring import Bench
     from ..evaluation.methods import get_method
     from ..evaluation.records import RunFolder
@@ -61,7 +61,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     block = {
         **settings,
         **source,
-        "digest": hashlib.sha256("".join(document.digest for document in documents).encode()).hexdigest()[:16],
+        "digest": digest_of(documents),
         "method": options.method,
         "limit": {bench.loss_name: limit},
         "chosen": chosen.to_dict(bench.loss_name),
