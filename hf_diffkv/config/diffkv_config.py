@@ -27,7 +27,7 @@ from .checks import (
     paired,
     payload_bits,
 )
-from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, preset_named
+from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, one_level, preset_named
 from .until_full import AUTO, as_until_full, check_until_full, precise_of, rungs_of, smaller_first
 
 METADATA_BITS = (16, 32)
@@ -268,8 +268,7 @@ class DiffKVConfig:
     @classmethod
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
         """Makes a configuration that stores all tokens exactly in the model's dtype and prunes none."""
-        full = Precision(16, 16)
-        return cls.paper(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
+        return cls.paper(**{**one_level(Precision(16, 16)), **kwargs})
 
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
