@@ -103,7 +103,7 @@ def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> t
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if options.task is not None:
         task = get_task(options.task)
-        found = documents_of(task, Source(tokenizer, options.documents or 0, options.length, options.seed, most))
+        found = documents_of(task, Source(tokenizer, options.documents or 0, options.length, options.seed))
         source = {"task": options.task, "seed": options.seed}
     else:
         task, name = get_task("text"), options.text or MATH

@@ -49,7 +49,6 @@ class Source:
         count: number of documents.
         length: number of tokens of a prompt; None takes the task's own.
         seed: seed of all random draws.
-        limit: maximum number of tokens of the model; None if unknown.
         max_new_tokens: number of tokens that a task generates; None takes the task's own.
     """
 
@@ -57,7 +56,6 @@ class Source:
     count: int
     length: int | None = None
     seed: int = 0
-    limit: int | None = None
     max_new_tokens: int | None = None
 
 

@@ -120,7 +120,7 @@ def evaluate(options: SimpleNamespace) -> tuple[list[Any], dict[str, Any]]:
     tasks = _tasks(OFFLINE_SUITE if options.tasks is None else options.tasks)
     config, tokenizer = load_config(options.model)
     limit = position_limit(config)
-    source = Source(tokenizer, options.documents or 0, options.length, options.seed, limit, options.max_new_tokens)
+    source = Source(tokenizer, options.documents or 0, options.length, options.seed, options.max_new_tokens)
     prepared = [(task, documents_of(task, source)) for task in tasks]
     if options.tasks is None:
         prepared = _fitting(prepared, limit, options.quiet)
