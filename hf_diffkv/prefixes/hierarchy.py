@@ -72,10 +72,7 @@ class Hierarchy:
             )
         try:
             with folder.exclusive():
-                sizes = folder.sizes()
-                ranks = {name: self.rank(name) for name in sizes}
-                missing = sum(sizes.values()) - folder.limit
-                folder.remove(choose_victims(ranks, sizes, Rank(1, 0), missing) or ())
+                folder.remove(self.victims(folder, Rank(1, 0), 0) or ())
         except OSError as error:
             self.note_fault("the folder of prefixes cannot be written, they can only be read", error)
 
@@ -139,11 +136,11 @@ class Hierarchy:
             found[self.folder.name] = {name: self.folder.size(name) for name in self._listed(self.folder)}
         return found
 
-    def victims(self, tier: PrefixTier, name: str, cost: int) -> list[str] | None:
-        """Chooses the prefixes to evict from a tier for `cost` bytes of a prefix; None if the prefix may not enter."""
+    def victims(self, tier: PrefixTier, rank: Rank, cost: int) -> list[str] | None:
+        """Chooses prefixes to evict from a tier for `cost` bytes of one of rank `rank`; None if it may not enter."""
         sizes = tier.sizes()
         ranks = {held: self.rank(held) for held in sizes}
-        return choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
+        return choose_victims(ranks, sizes, rank, sum(sizes.values()) + cost - tier.limit)
 
     def note_fault(self, message: str, error: OSError, say: Callable[[str], None] | None = None) -> None:
         """Counts an error with files, and reports each kind once, as a full disk would repeat it.
@@ -209,7 +206,7 @@ class Hierarchy:
                 if tier.holds(name):
                     # another process was faster
                     return True
-                victims = self.victims(tier, name, cost)
+                victims = self.victims(tier, self.rank(name), cost)
                 if victims is None:
                     return False
                 self._demote(depth, victims)

@@ -85,10 +85,6 @@ class MemoryTier:
         """Returns the bytes of a prefix in this tier."""
         return self._held[name].bytes
 
-    def used(self, name: str) -> int:
-        """Returns 0: the store keeps the times of use."""
-        return 0
-
     def holds(self, name: str) -> bool:
         return name in self._held
 
