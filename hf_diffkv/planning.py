@@ -26,7 +26,6 @@ from .config.layers import layer_configs, possible_precisions
 from .config.until_full import joined_names
 from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
-from .precision import Precision
 from .store import Store
 from .store.faults import GROWTH_PART
 from .store.lowering_state import precisions_of
@@ -87,7 +86,6 @@ class ModelShape:
         """Reads a model's configuration.
 
         Args:
-            model_config: Transformers configuration of the model.
             name: folder or Hub id of the model, where the size of the weights is looked up.
             dtype: dtype of the model; None takes the one it was saved in.
 
@@ -115,7 +113,6 @@ class ModelShape:
         """Returns the bytes of an uncompressed cache of one request.
 
         Args:
-            tokens: number of tokens.
             element_bytes: bytes per element; None takes the model's dtype.
         """
         size = self.dtype.itemsize if element_bytes is None else element_bytes
@@ -125,8 +122,6 @@ class ModelShape:
         """Returns the bytes of a `DiffKVCache` of one request.
 
         Args:
-            tokens: number of tokens.
-            config: configuration of the cache.
             high_share: share of the tokens outside the window that are at the high level; the others are at the low
                 level. Ignored without token selection, where each head stores all tokens at one level.
 
@@ -170,7 +165,6 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
     """Plans how `config.max_bytes`, in bytes, fills.
 
     Args:
-        batch: number of requests.
         moments: whether the moments of the model's queries are known; a cache keeps its own otherwise.
 
     Returns:
@@ -185,7 +179,7 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
         return longest(lambda tokens: _fits_budget(shape, held, batch, moments, tokens, lowered), most)
 
     begins, ends = most_fitting(False) + 1, most_fitting(True)
-    rungs = [_precisions_of(layer, config) for layer, config in zip(compressed, held)]
+    rungs = [precisions_of(config, layer.key_dim, layer.value_dim) for layer, config in zip(compressed, held)]
     precise, final = joined_names(each[0] for each in rungs), joined_names(each[-1] for each in rungs)
     return BudgetPlan(int(config.max_bytes or 0), precise, final, begins, ends)
 
@@ -193,11 +187,7 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
 def _fits_budget(
     shape: ModelShape, configs: Sequence[DiffKVConfig], batch: int, moments: bool, tokens: int, lowered: bool
 ) -> bool:
-    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that may be.
-
-    Args:
-        configs: configuration of each compressed layer.
-    """
+    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that may be."""
     compressed, size = [layer for layer in shape.layers if layer.compressed], shape.dtype.itemsize
     stores = Counter((layer, config.high, config.low) for layer, config in zip(compressed, configs))
     lowerable: Counter = Counter()
@@ -212,7 +202,7 @@ def _fits_budget(
     for (one, high, low), count in stores.items():
         own = next(c for layer, c in zip(compressed, configs) if (layer, c.high, c.low) == (one, high, low))
         dims = (one.key_dim, one.value_dim, size)
-        layouts = PageLayout.of_pairs(own, _precisions_of(one, own), *dims, shape.limit)
+        layouts = PageLayout.of_pairs(own, precisions_of(own, one.key_dim, one.value_dim), *dims, shape.limit)
         layout = layouts[-1]
         capacities = (layouts[0].high.capacity, layout.high.capacity, layout.low.capacity)
         rows = count * batch * one.num_key_value_heads
@@ -231,10 +221,6 @@ def _fits_budget(
     return left >= 0
 
 
-def _precisions_of(layer: LayerShape, config: DiffKVConfig) -> tuple[Precision, ...]:
-    return precisions_of(config, layer.key_dim, layer.value_dim)
-
-
 def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:
     """Returns the largest number up to `most` for which `fits` holds, 0 if there is none. `fits` must be monotonic."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
@@ -244,7 +230,6 @@ def without_weights(model_config: Any, dtype: torch.dtype | None = None) -> Any:
     """Builds the model without weights, on the device `meta`.
 
     Args:
-        model_config: Transformers configuration of the model.
         dtype: dtype of the model; None takes the one it was saved in.
 
     Returns:

@@ -68,11 +68,7 @@ class Following:
         """Returns the mean KL, in nats, if one head has other keys, and if it has other values.
 
         Args:
-            index: index of the compressed layer.
             keys, values: other keys and values of the prompt, [heads, tokens, dim].
-
-        Returns:
-            KL for each head's keys, and for each head's values.
         """
         layer = self._layers[index]
         return self._losses(index, keys, layer.values[0]), self._losses(index, layer.keys[0], values)

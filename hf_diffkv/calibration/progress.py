@@ -19,7 +19,6 @@ class Progress:
     Args:
         count: number of documents.
         work: total work in any unit; time is assumed to be proportional to it.
-        quiet: whether to print nothing.
     """
 
     def __init__(self, count: int, work: float, quiet: bool = False) -> None:
@@ -51,12 +50,10 @@ class Progress:
             self.say(f"{documents} of {_documents(self._count)} {verb} measured before")
 
     def begin(self, name: str) -> None:
-        """Notes that a document begins."""
         self._name, self._begun = name, time.perf_counter()
         self._bar.set_description(name)
 
     def advance(self, work: float) -> None:
-        """Notes that some work is done."""
         self._done += work
         self._bar.update(work)
 
@@ -67,7 +64,6 @@ class Progress:
             self.say(f"{_documents(self._count - self._whole)}, about {self._left()}")
 
     def end(self) -> None:
-        """Notes that a document is measured."""
         self._whole += 1
         if not self._bar.disable:
             return

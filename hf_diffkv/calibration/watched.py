@@ -92,7 +92,6 @@ class WatchedLayer(DynamicLayer):
         """Returns by how much a reading's output changes with other keys and values of the prompt.
 
         Args:
-            reading: one of the layer's readings.
             keys, values: keys and values of the prompt, [heads, tokens, dim].
         """
         with torch.no_grad():

@@ -149,8 +149,6 @@ class _ChatSession:
     """A conversation on the terminal.
 
     Args:
-        talk: conversation with a model.
-        options: options of the command.
         limit: maximum number of tokens of the model; None if unknown.
         sampling: sampling arguments of `generate()`.
     """

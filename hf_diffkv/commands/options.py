@@ -368,8 +368,6 @@ def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
     """Returns a note on what a configuration chosen without weights may lack, or an empty text.
 
     Args:
-        choice: configuration or fields.
-        model_config: configuration of the model.
         model: model on the meta device; None if it could not be made.
     """
     if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
@@ -393,8 +391,6 @@ def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
     """Returns `--output`, or a folder in the user's cache for the model with its weights and dtype.
 
     Args:
-        options: options of the command.
-        model: loaded model.
         kind: kind of run, which has a separate folder.
     """
     if options.output is not None:

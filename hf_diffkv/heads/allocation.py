@@ -72,7 +72,6 @@ def allocate(
     `highs`.
 
     Args:
-        sensitivity: measured loss of the heads.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
             included.
         ladder: precisions to choose from; None takes `ladder_of` the model and ratio.
@@ -116,10 +115,8 @@ def check_ratio(
     """Raises `ValueError` for an invalid ratio, or one that the smallest precision of `ladder` does not reach.
 
     Args:
-        target_ratio: ratio to check.
         shapes: number of KV heads, key_dim and value_dim of each layer.
         element_bytes: bytes of an element of the model's dtype.
-        ladder: precisions to choose from.
     """
     as_ratio("target_ratio", target_ratio)
     precisions = [as_precision("ladder", each) for each in ladder]
@@ -196,11 +193,7 @@ class Loss:
 
 
 def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> tuple[Loss, ...]:
-    """Returns losses by rising bytes, at the ratios of the ladder's precisions; empty if heads were not measured.
-
-    Args:
-        calibration: calibration of a configuration.
-        ratios: further ratios.
+    """Returns losses by rising bytes, at `ratios` and those of the ladder; empty if heads were not measured.
 
     Raises:
         ValueError: the smallest precision does not reach a ratio.
@@ -220,10 +213,6 @@ def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> 
 
 def one_for_all(precision: Precision | str, calibration: Mapping[str, Any]) -> Loss:
     """Returns bytes and loss with one precision for all heads, and the loss of the best choice within these bytes.
-
-    Args:
-        precision: precision of all heads.
-        calibration: calibration with the measured loss of heads.
 
     Raises:
         ValueError: the bits were not measured.

@@ -18,10 +18,6 @@ def harm_of(measured: Sensitivity, precise: Precision, final: Precision) -> Harm
     """Returns the predicted KL by which each head's loss grows; None if some bits were not measured.
 
     Groups were not measured; they change the loss of all heads alike, and so are left out.
-
-    Args:
-        precise: precision before lowering.
-        final: precision after lowering.
     """
     precise, final = (replace(each, k_groups=1, v_groups=1) for each in (precise, final))
     if precise == final:

@@ -100,10 +100,7 @@ class QueryMoments:
         """Returns `ModelFeedback.matrix` for layers of this head shape; computed once per device.
 
         Args:
-            heads: number of KV heads per layer.
-            key_dim: elements of a key.
             rotate: whether keys are held rotated.
-            device: device of the result.
         """
         key = heads, key_dim, rotate, device
         if key not in self._feedback:

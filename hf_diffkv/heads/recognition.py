@@ -92,7 +92,6 @@ def marks_in(folder: Path, suffix: str) -> list[tuple[Path, Mark]]:
     """Returns the files of measurements in a folder with their marks, newest first, without files that have no mark.
 
     Args:
-        folder: folder to search.
         suffix: ".json" for losses of heads, ".safetensors" for moments of queries.
     """
     try:

@@ -36,7 +36,6 @@ class ContentKeys:
         Args:
             ids: int64 [tokens].
             content: outputs of the processor besides the ids; empty if there is no content, None if unknown.
-            lengths: lengths of prefixes.
 
         Raises:
             ValueError: `ids` have placeholders, and `content` is None.

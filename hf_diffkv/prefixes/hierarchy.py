@@ -147,7 +147,6 @@ class Hierarchy:
 
         Args:
             message: beginning of the report.
-            error: the error.
             say: function that reports; None warns.
         """
         self.disk_errors += 1

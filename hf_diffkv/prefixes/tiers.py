@@ -43,12 +43,6 @@ class Rank(NamedTuple):
 def choose_victims(ranks: dict[str, Rank], sizes: dict[str, int], rank: Rank, missing: float) -> list[str] | None:
     """Chooses the prefixes to evict, lowest rank first, to free `missing` bytes for a prefix of rank `rank`.
 
-    Args:
-        ranks: ranks of the held prefixes by name.
-        sizes: bytes of the held prefixes by name.
-        rank: rank of the new prefix.
-        missing: bytes to free.
-
     Returns:
         Names to evict; None if prefixes of lower rank do not hold enough bytes, so that the new one may not enter.
     """
@@ -67,7 +61,6 @@ class MemoryTier:
     """Snapshots in the memory of a device, or of the host.
 
     Args:
-        name: name of the tier.
         limit: bytes it may hold.
         device: device of the tier's snapshots, unless `to_host`.
         to_host: whether to move snapshots to page-locked memory of the host, from which they load fast.

@@ -19,8 +19,6 @@ def quantization_config(weights: str, dtype: torch.dtype, device: str) -> Any:
 
     Args:
         weights: one of `models.WEIGHTS`.
-        dtype: dtype of the model.
-        device: device of the model.
     """
     from bitsandbytes.functional import has_avx512bf16
     from transformers import BitsAndBytesConfig

@@ -27,9 +27,6 @@ class FourBitHead(nn.Linear):
 
     Its parameters are those of the head that it replaces, so tied embeddings stay tied and saved models stay the same.
     Several hidden states at once, gradients and other devices take the exact weights.
-
-    Args:
-        head: output head of a model.
     """
 
     def __init__(self, head: nn.Linear) -> None:

@@ -22,7 +22,6 @@ class Metric:
     Attributes:
         name: key in a record's metrics.
         title: title of the column.
-        higher_is_better: whether higher figures are better.
         transform: function from the mean to the figure.
         digits: number of decimals; None shows a count, `sum of weight`.
     """
@@ -45,8 +44,6 @@ class Source:
     """Settings from which documents are made.
 
     Attributes:
-        tokenizer: tokenizer of the model.
-        count: number of documents.
         length: number of tokens of a prompt; None takes the task's own.
         seed: seed of all random draws.
         max_new_tokens: number of tokens that a task generates; None takes the task's own.
@@ -80,7 +77,6 @@ class Task(ABC):
 
         Args:
             session: session with an empty cache.
-            document: document to measure.
             reference: observations of this document with the dense cache; None for the dense cache itself.
 
         Returns:
