@@ -13,7 +13,7 @@ from ..config.presets import DEFAULT_PRESET, RATIOS
 from .calibrate_heads import calibrate_heads
 from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command
-from .options import MAX_KL, NUMBERS, PATH, AtLeast, model_option, quiet_option, running_options
+from .options import MAX_KL, NUMBERS_TYPE, PATH_TYPE, AtLeast, model_option, quiet_option, running_options
 
 # options that select thresholds, each by itself
 OF_THRESHOLDS = (
@@ -39,7 +39,7 @@ def _listed(values: tuple[float, ...]) -> str:
 @model_option(required=True)
 @click.option(
     "--output",
-    type=PATH,
+    type=PATH_TYPE,
     metavar="FOLDER",
     help="For the configuration and the measurements; a run that it holds is continued.  [default: a folder of the "
     "model in the user's cache]",
@@ -76,9 +76,11 @@ def _listed(values: tuple[float, ...]) -> str:
     help="Thresholds: the cache whose thresholds vary, e.g. diffkv:K6V4/K4V2.",
 )
 @click.option(
-    "--alpha-high", type=NUMBERS, default=_listed(ALPHA_HIGH), metavar="A,B", help="Thresholds: values to try."
+    "--alpha-high", type=NUMBERS_TYPE, default=_listed(ALPHA_HIGH), metavar="A,B", help="Thresholds: values to try."
 )
-@click.option("--alpha-low", type=NUMBERS, default=_listed(ALPHA_LOW), metavar="A,B", help="Thresholds: values to try.")
+@click.option(
+    "--alpha-low", type=NUMBERS_TYPE, default=_listed(ALPHA_LOW), metavar="A,B", help="Thresholds: values to try."
+)
 @click.option(
     "--per-layer", is_flag=True, help="Thresholds: then try higher ones layer by layer, in two runs for each layer."
 )

@@ -20,8 +20,8 @@ from .generate import sampling_of, sampling_options, saved_talk
 from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
-    PATH,
-    PROMPT,
+    PATH_TYPE,
+    PROMPT_TYPE,
     AtLeast,
     choice_of,
     config_before,
@@ -55,9 +55,9 @@ CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins 
     "lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
-@click.option("--system", metavar="TEXT", type=PROMPT, help="System message.")
+@click.option("--system", metavar="TEXT", type=PROMPT_TYPE, help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
-@click.option("--load", metavar="FOLDER", type=PATH, help="Continue a conversation that /save kept.")
+@click.option("--load", metavar="FOLDER", type=PATH_TYPE, help="Continue a conversation that /save kept.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=512, help="Per answer.")
 @sampling_options
 @config_options

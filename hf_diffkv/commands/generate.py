@@ -21,8 +21,8 @@ from .console import Command, Failure, colours, megabytes, paragraph, progress, 
 from .env import versions
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
-    PATH,
-    PROMPT,
+    PATH_TYPE,
+    PROMPT_TYPE,
     AtLeast,
     Between,
     chain,
@@ -73,23 +73,25 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 @click.option("--example", is_flag=True, help="A long document with a question, in place of a PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
 @click.option(
-    "--then", metavar="TEXT", type=PROMPT, multiple=True, help="A further turn on the same cache; repeatable."
+    "--then", metavar="TEXT", type=PROMPT_TYPE, multiple=True, help="A further turn on the same cache; repeatable."
 )
 @click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
-@click.option("--system", metavar="TEXT", type=PROMPT, help="System message for --chat.")
+@click.option("--system", metavar="TEXT", type=PROMPT_TYPE, help="System message for --chat.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
-@click.option("--save-cache", metavar="FOLDER", type=PATH, help="Keep the cache and what was written for --load-cache.")
+@click.option(
+    "--save-cache", metavar="FOLDER", type=PATH_TYPE, help="Keep the cache and what was written for --load-cache."
+)
 @click.option(
     "--load-cache",
     metavar="FOLDER",
-    type=PATH,
+    type=PATH_TYPE,
     help="Go on from there: PROMPT is the next turn, and it alone is read.",
 )
 @click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")
 @config_options
 @running_options
-@click.option("--output", metavar="FOLDER", type=PATH, help="Write levels.png and figures.json there.")
+@click.option("--output", metavar="FOLDER", type=PATH_TYPE, help="Write levels.png and figures.json there.")
 @json_option
 @quiet_option
 def command(**given: Any) -> None:

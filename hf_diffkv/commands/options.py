@@ -108,9 +108,9 @@ def numbers_in(text: str) -> tuple[float, ...]:
     return tuple(values)
 
 
-SIZE, BUDGET = Parsed("SIZE", bytes_in), Parsed("SIZE", budget_in)
-PATH, PROMPT = Parsed("PATH", path_in), Parsed("TEXT", prompt_in)
-PRECISION, NUMBERS = Parsed("KxVy", precision_in), Parsed("A,B", numbers_in)
+SIZE_TYPE, BUDGET_TYPE = Parsed("SIZE", bytes_in), Parsed("SIZE", budget_in)
+PATH_TYPE, PROMPT_TYPE = Parsed("PATH", path_in), Parsed("TEXT", prompt_in)
+PRECISION_TYPE, NUMBERS_TYPE = Parsed("KxVy", precision_in), Parsed("A,B", numbers_in)
 
 
 class Between(click.FloatRange):
@@ -218,8 +218,8 @@ preset_options = chain(
 # format of stored tokens
 format_options = chain(
     preset_options,
-    click.option("--high", metavar="KxVy", type=PRECISION, help="Bits of keys and values of important tokens."),
-    click.option("--low", metavar="KxVy", type=PRECISION, help="Bits of keys and values of other tokens."),
+    click.option("--high", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of important tokens."),
+    click.option("--low", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of other tokens."),
     click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
     click.option("--sinks", metavar="N", type=AtLeast(0), help="First tokens kept uncompressed."),
     click.option("--rotate/--no-rotate", default=None, help="Store keys and values rotated: fewer bits suffice."),
@@ -244,14 +244,14 @@ level_options = chain(
 
 config_options = chain(
     level_options,
-    click.option("--max-bytes", type=BUDGET, help="Budget per device, e.g. 20MB, or 80% of what is free."),
+    click.option("--max-bytes", type=BUDGET_TYPE, help="Budget per device, e.g. 20MB, or 80% of what is free."),
 )
 
 
 # a text as argument, by --prompt, or by --prompt-file
 prompt_options = chain(
-    click.argument("text", metavar="[PROMPT]", type=PROMPT, required=False),
-    click.option("--prompt", metavar="TEXT", type=PROMPT, help="The same as PROMPT; - reads it from stdin."),
+    click.argument("text", metavar="[PROMPT]", type=PROMPT_TYPE, required=False),
+    click.option("--prompt", metavar="TEXT", type=PROMPT_TYPE, help="The same as PROMPT; - reads it from stdin."),
     click.option("--prompt-file", metavar="FILE", help="UTF-8; one newline at its end is dropped; - is stdin."),
 )
 

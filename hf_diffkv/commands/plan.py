@@ -16,9 +16,9 @@ from ..running.models import resolve_model
 from .console import Command, Failure, megabytes, one_line, paragraph, progress, table
 from .models import supported_config
 from .options import (
-    BUDGET,
-    PATH,
-    SIZE,
+    BUDGET_TYPE,
+    PATH_TYPE,
+    SIZE_TYPE,
     AtLeast,
     Between,
     chain,
@@ -42,12 +42,14 @@ SHARES = (0.0, 0.5, 1.0)
 BytesOf = Callable[[int], int]
 
 size_options = chain(
-    click.option("--memory", type=SIZE, required=True, help="Memory of the device, for example 24GB."),
-    click.option("--reserve", type=SIZE, help="Kept free for activations.  [default: a tenth of --memory]"),
-    click.option("--weights", type=SIZE, help="Size of the weights.  [default: of their files, or computed]"),
+    click.option("--memory", type=SIZE_TYPE, required=True, help="Memory of the device, for example 24GB."),
+    click.option("--reserve", type=SIZE_TYPE, help="Kept free for activations.  [default: a tenth of --memory]"),
+    click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: of their files, or computed]"),
     click.option("--batch", metavar="N", type=AtLeast(), default=1, help="Requests of the longest context."),
     click.option(
-        "--max-bytes", type=BUDGET, help="Budget of caches, such as 8GB or 80%.  [default: all that is left for them]"
+        "--max-bytes",
+        type=BUDGET_TYPE,
+        help="Budget of caches, such as 8GB or 80%.  [default: all that is left for them]",
     ),
     click.option(
         "--context", metavar="N", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"
@@ -77,7 +79,7 @@ size_options = chain(
 @dtype_option
 @click.option(
     "--plot",
-    type=PATH,
+    type=PATH_TYPE,
     metavar="FILE",
     help="Draw the predicted loss over bytes: png, svg or pdf, by the name.",
 )

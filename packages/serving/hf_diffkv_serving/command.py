@@ -16,9 +16,9 @@ from hf_diffkv.commands.console import Command, Failure, megabytes, one_line, pa
 from hf_diffkv.commands.generate import SAMPLING
 from hf_diffkv.commands.models import load_tokenizer, position_limit, supported_config, usable_device
 from hf_diffkv.commands.options import (
-    BUDGET,
-    PATH,
-    SIZE,
+    BUDGET_TYPE,
+    PATH_TYPE,
+    SIZE_TYPE,
     AtLeast,
     Between,
     ConfigChoice,
@@ -64,7 +64,7 @@ operation_options = chain(
     ),
     click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
     click.option("--max-queue", metavar="N", type=AtLeast(0), help="Most requests that wait; others get 429."),
-    click.option("--max-body", type=SIZE, default="16MB", show_default=True, help="Of a request; more gets 413."),
+    click.option("--max-body", type=SIZE_TYPE, default="16MB", show_default=True, help="Of a request; more gets 413."),
     click.option("--timeout", metavar="S", type=Between(0, min_open=True), help="Most seconds of an answer."),
     click.option("--grace", metavar="S", type=Between(0), default=30, help="Seconds to finish when stopped."),
     click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="json: one object per line."),
@@ -75,7 +75,7 @@ operation_options = chain(
 memory_options = chain(
     click.option(
         "--max-bytes",
-        type=BUDGET,
+        type=BUDGET_TYPE,
         help="Budget of all requests, e.g. 8GB, or 80% of what is free.  [default: --memory-share]",
     ),
     click.option(
@@ -105,8 +105,8 @@ prefix_options = chain(
         type=Parsed("SIZE", lambda text: bytes_in(text, least=0)),
         help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]",
     ),
-    click.option("--prefix-folder", metavar="FOLDER", type=PATH, help="For prefixes that memory has no room for."),
-    click.option("--prefix-folder-bytes", type=SIZE, help="Most bytes of its files.  [default: no limit]"),
+    click.option("--prefix-folder", metavar="FOLDER", type=PATH_TYPE, help="For prefixes that memory has no room for."),
+    click.option("--prefix-folder-bytes", type=SIZE_TYPE, help="Most bytes of its files.  [default: no limit]"),
 )
 
 choice_options = chain(

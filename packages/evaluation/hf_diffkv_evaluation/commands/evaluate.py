@@ -11,7 +11,7 @@ import click
 
 from hf_diffkv.commands.console import Command, paragraph, progress
 from hf_diffkv.commands.models import position_limit
-from hf_diffkv.commands.options import PATH, AtLeast, model_option, quiet_option, running_options
+from hf_diffkv.commands.options import PATH_TYPE, AtLeast, model_option, quiet_option, running_options
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.replacing import save_text
 
@@ -55,7 +55,9 @@ OPTIONS = (
         help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE_SUITE} that the model's context "
         "holds]",
     ),
-    click.option("--output", type=PATH, required=True, metavar="FOLDER", help="If it holds a run, that is continued."),
+    click.option(
+        "--output", type=PATH_TYPE, required=True, metavar="FOLDER", help="If it holds a run, that is continued."
+    ),
     click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]"),
     click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]"),
     click.option("--seed", type=int, default=0, metavar="N", help="For the documents."),
