@@ -110,11 +110,7 @@ class ModelShape:
         return sum(layer.compressed for layer in self.layers)
 
     def dense_bytes(self, tokens: int, element_bytes: int | None = None) -> int:
-        """Returns the bytes of an uncompressed cache of one request.
-
-        Args:
-            element_bytes: bytes per element; None takes the model's dtype.
-        """
+        """Returns the bytes of an uncompressed cache of one request; None takes the bytes of the model's dtype."""
         size = self.dtype.itemsize if element_bytes is None else element_bytes
         return sum(layer.dense_bytes(tokens, size) for layer in self.layers)
 

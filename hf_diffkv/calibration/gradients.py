@@ -65,11 +65,7 @@ class Following:
             self._gradients = self._differentiated(model, logits, signs.to(logits.device))
 
     def losses(self, index: int, keys: Tensor, values: Tensor) -> tuple[list[float], list[float]]:
-        """Returns the mean KL, in nats, if one head has other keys, and if it has other values.
-
-        Args:
-            keys, values: other keys and values of the prompt, [heads, tokens, dim].
-        """
+        """Returns each head's mean KL in nats with other keys, and with other values, [heads, tokens, dim]."""
         layer = self._layers[index]
         return self._losses(index, keys, layer.values[0]), self._losses(index, layer.keys[0], values)
 

@@ -89,11 +89,7 @@ class WatchedLayer(DynamicLayer):
         return output + change
 
     def changed(self, reading: Reading, keys: Tensor, values: Tensor) -> Tensor:
-        """Returns by how much a reading's output changes with other keys and values of the prompt.
-
-        Args:
-            keys, values: keys and values of the prompt, [heads, tokens, dim].
-        """
+        """Returns the change of a reading's output by other keys and values of the prompt, [heads, tokens, dim]."""
         with torch.no_grad():
             shown = self._shown(reading.module, *map(_begun_with, self.whole, (keys, values)))
             inputs = reading.query, *shown, reading.mask, reading.scaling

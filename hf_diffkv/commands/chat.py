@@ -150,7 +150,6 @@ class _ChatSession:
 
     Args:
         limit: maximum number of tokens of the model; None if unknown.
-        sampling: sampling arguments of `generate()`.
     """
 
     def __init__(self, talk: Talk, options: SimpleNamespace, limit: int | None, sampling: dict[str, Any]) -> None:

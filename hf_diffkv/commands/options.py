@@ -257,11 +257,7 @@ prompt_options = chain(
 
 
 def read_prompt(options: SimpleNamespace) -> str | None:
-    """Returns the text of `prompt_options`, or None if there is none.
-
-    Raises:
-        click.UsageError: several texts are given, or the text cannot be read.
-    """
+    """Returns the text of `prompt_options`, or None. Raises `click.UsageError` for several texts or unreadable ones."""
     given = [value for value in (options.text, options.prompt, options.prompt_file) if value is not None]
     if len(given) > 1:
         raise click.UsageError("give one of PROMPT, --prompt and --prompt-file.")
@@ -273,11 +269,7 @@ def read_prompt(options: SimpleNamespace) -> str | None:
 
 
 def read_file(name: str) -> str:
-    """Returns the text of a file, or of stdin if `name` is `-`, without one newline at its end.
-
-    Raises:
-        click.UsageError: the file cannot be read.
-    """
+    """Returns the text of a file, or of stdin for `-`, without one newline at its end. Raises `click.UsageError`."""
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
         # Windows' editors may write a mark at the beginning and two characters for a newline
@@ -388,11 +380,7 @@ def _leave_out(spoiling: set[str], why: str) -> None:
 
 
 def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
-    """Returns `--output`, or a folder in the user's cache for the model with its weights and dtype.
-
-    Args:
-        kind: kind of run, which has a separate folder.
-    """
+    """Returns `--output`, or a folder in the user's cache for runs of a kind with the model's weights and dtype."""
     if options.output is not None:
         return options.output
     # the end of a long path is the most specific

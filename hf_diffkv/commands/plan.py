@@ -305,12 +305,7 @@ def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None
 
 
 def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name: str, quiet: bool) -> None:
-    """Writes a plot of losses over bytes for the model `name`.
-
-    Raises:
-        click.UsageError: heads were not measured.
-        Failure: Matplotlib is missing, or the file cannot be written.
-    """
+    """Writes a plot of losses over bytes for the model `name`. Raises `click.UsageError` if heads were not measured."""
     from ..plot import loss
 
     if not points:

@@ -107,11 +107,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_bytes(name: str, value: Any) -> int | str:
-    """Converts a number of bytes, or a text for `bytes_in`; a share such as "80%" stays a text without blanks.
-
-    Raises:
-        ValueError: it is none of these, or a share that is not above 0 and at most 100.
-    """
+    """Converts a number of bytes, or a text for `bytes_in`; a share such as "80%" stays a text. Raises `ValueError`."""
     if not isinstance(value, str):
         return as_count(name, value)
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)

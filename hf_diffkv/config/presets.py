@@ -83,11 +83,7 @@ def preset_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
 
 
 def head_size(model_config: Any) -> tuple[int, int]:
-    """Returns the elements of a head and the bytes of an element in a Transformers configuration.
-
-    Raises:
-        ValueError: it is not a configuration.
-    """
+    """Returns the elements of a head and the bytes of an element. Raises `ValueError` for what is no configuration."""
     if not hasattr(model_config, "get_text_config"):
         raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
     text_config = model_config.get_text_config(decoder=True)

@@ -172,11 +172,7 @@ def _own_rungs(config: BudgetFields, finals: Finals) -> Rungs:
 
 
 def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
-    """Returns the precisions that tokens of a layer have one after the other, from first to last, at least two.
-
-    Args:
-        config: configuration of the layer (`DiffKVConfig.of_layer`).
-    """
+    """Returns the precisions of a layer's tokens (`DiffKVConfig.of_layer`), from first to last, at least two."""
     first = config.until_full
     if not isinstance(first, Precision) or first == config.high:
         return config.high, config.low

@@ -72,11 +72,7 @@ def run(
 
 
 class _Runner:
-    """Measures methods on documents and keeps the records.
-
-    Args:
-        bases: bases of the records by the method's label.
-    """
+    """Measures methods on documents and keeps the records, whose bases are given by the method's label."""
 
     def __init__(
         self,

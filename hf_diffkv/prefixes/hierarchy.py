@@ -143,12 +143,7 @@ class Hierarchy:
         return choose_victims(ranks, sizes, rank, sum(sizes.values()) + cost - tier.limit)
 
     def note_fault(self, message: str, error: OSError, say: Callable[[str], None] | None = None) -> None:
-        """Counts an error with files, and reports each kind once, as a full disk would repeat it.
-
-        Args:
-            message: beginning of the report.
-            say: function that reports; None warns.
-        """
+        """Counts an error with files, and says or warns of each kind once, as a full disk would repeat it."""
         self.disk_errors += 1
         if (message, error.errno) not in self._warned:
             self._warned.add((message, error.errno))

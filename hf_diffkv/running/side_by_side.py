@@ -202,12 +202,7 @@ def _ending_with_us() -> Iterator[None]:
 
 
 def execute_here(job: Job) -> FinishedRun:
-    """Runs `job` in this process.
-
-    Raises:
-        RunError: the run failed for a reason that a user can act on.
-        BrokenPipeError: nobody reads stdout any more.
-    """
+    """Runs `job` in this process. Raises the errors of `run_in_fresh_process`."""
     try:
         return execute(job)
     except BrokenPipeError:
