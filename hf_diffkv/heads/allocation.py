@@ -202,13 +202,10 @@ def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> 
         return ()
     sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
     uniform = {ratio_of(name, calibration): name for name in ladder_of(sensitivity)}
-    points = []
-    for ratio in sorted({*uniform, *ratios}):
-        name, loss = uniform.get(ratio), allocate(sensitivity, ratio).loss
-        points.append(
-            Loss(ratio, loss, name, None if name is None else _uniform_loss(sensitivity, Precision.parse(name)))
-        )
-    return tuple(points)
+    return tuple(
+        one_for_all(uniform[ratio], calibration) if ratio in uniform else Loss(ratio, allocate(sensitivity, ratio).loss)
+        for ratio in sorted({*uniform, *ratios})
+    )
 
 
 def one_for_all(precision: Precision | str, calibration: Mapping[str, Any]) -> Loss:
@@ -219,12 +216,9 @@ def one_for_all(precision: Precision | str, calibration: Mapping[str, Any]) -> L
     """
     sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
     chosen, ratio = as_precision("precision", precision), ratio_of(precision, calibration)
-    return Loss(ratio, allocate(sensitivity, ratio).loss, chosen.name, _uniform_loss(sensitivity, chosen))
-
-
-def _uniform_loss(sensitivity: Sensitivity, precision: Precision) -> float:
     heads = [(layer, head) for layer, shape in enumerate(sensitivity.shapes) for head in range(shape[0])]
-    return sum(sensitivity.loss(layer, head, precision) for layer, head in heads)
+    loss = sum(sensitivity.loss(layer, head, chosen) for layer, head in heads)
+    return Loss(ratio, allocate(sensitivity, ratio).loss, chosen.name, loss)
 
 
 @dataclass(frozen=True)
