@@ -284,17 +284,18 @@ def attentions_of(model: Any) -> list[tuple[Any, str | None]]:
     found: dict[int, Any] = {}
     for owner in owners:
         # the last position counts, as a configuration met before may be part of another one
-        for config in _with_parts(owner.config):
+        for config in with_parts(owner.config):
             found.pop(id(config), None)
             found[id(config)] = config
     return [(config, attention_of(config)) for config in found.values()]
 
 
-def _with_parts(config: Any) -> Iterator[Any]:
+def with_parts(config: Any) -> Iterator[Any]:
+    """Yields a configuration and those of its parts."""
     yield config
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
-            yield from _with_parts(getattr(config, name))
+            yield from with_parts(getattr(config, name))
 
 
 def set_attentions(attentions: list[tuple[Any, str | None]]) -> None:
