@@ -30,11 +30,7 @@ BYTES_PER_TENSOR = 256
 
 
 class Rank(NamedTuple):
-    """Rank of a prefix; the lowest is evicted first.
-
-    CaR's score counts the announced and running requests for a prefix. Among equal scores the one used longest ago is
-    the lowest.
-    """
+    """Rank of a prefix; the lowest is evicted first: the lowest score (`Requests`), then the one used longest ago."""
 
     score: int
     used: int

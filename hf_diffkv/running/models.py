@@ -125,7 +125,6 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
     Args:
         path: folder or Hub id.
         dtype: "auto" or the name of a PyTorch dtype.
-        device: device of the model.
         weights: one of `WEIGHTS`, for which bitsandbytes quantises the weights while they are loaded; None keeps them.
             With "4bit" a large output head on a CPU gets 4 bits as well (output_head.py).
 
