@@ -243,26 +243,22 @@ class Requests:
         self._window: list[tuple[str, Entry | None]] = []
         self._running: weakref.WeakKeyDictionary[DiffKVCache, weakref.finalize] = weakref.WeakKeyDictionary()
         # prefixes of ended requests; scores are changed later, as a cache may be garbage-collected at any moment
-        self._finished: deque[list[Entry]] = deque()
+        self._finished: deque[list[Entry | None]] = deque()
 
     def announce(self, window: list[tuple[str, Entry | None]]) -> None:
         """Replaces the look-ahead window."""
         # one at a time, so that the window has what counts where this is interrupted
         while self._window:
-            for entry in _entries([self._window.pop()]):
-                entry.score -= 1
+            _add_to_score(self._window.pop()[1], -1)
         for one in window:
             self._window.append(one)
-            for entry in _entries([one]):
-                entry.score += 1
+            _add_to_score(one[1], 1)
 
     def dispatch(self, prompt: str, entry: Entry | None, cache: DiffKVCache) -> None:
         """Notes that the request named `prompt` runs with `cache`, on the prefix `entry`."""
-        raised = _entries([(prompt, entry)])
-        for one in raised:
-            one.score += 1
+        _add_to_score(entry, 1)
         place = next((i for i, (announced, _) in enumerate(self._window) if announced == prompt), None)
-        raised += [] if place is None else _entries([self._window.pop(place)])
+        raised = [entry] if place is None else [entry, self._window.pop(place)[1]]
         finalizer = weakref.finalize(cache, self._finished.append, raised)
         finalizer.atexit = False
         self._running[cache] = finalizer
@@ -278,8 +274,9 @@ class Requests:
         """Takes back the scores of ended requests."""
         while self._finished:
             for entry in self._finished.popleft():
-                entry.score -= 1
+                _add_to_score(entry, -1)
 
 
-def _entries(window: list[tuple[str, Entry | None]]) -> list[Entry]:
-    return [entry for _, entry in window if entry is not None]
+def _add_to_score(entry: Entry | None, change: int) -> None:
+    if entry is not None:
+        entry.score += change
