@@ -273,7 +273,6 @@ class DiffKVConfig:
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
         """Makes the paper's configuration, without later additions: no sinks, rotation or centring."""
-        cls._check_names(kwargs)
         return cls(**{**SAFE, "rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
