@@ -27,7 +27,6 @@ class PrivateName:
 
     Attributes:
         owner: module, class, or function that mentions the name: "module", "module:Class.function".
-        name: name in the owner.
         parameters: parameters of a function without self, with "..." for any that follow; None for an attribute, which
             the owner has or the class's `__init__` sets.
     """
@@ -56,7 +55,6 @@ class Feature:
 
     Attributes:
         lost: description of the loss without them, and of the remedy.
-        names: names that the feature needs.
         since: first release of Transformers that has them.
     """
 

@@ -48,7 +48,6 @@ class LayerShape:
         num_key_value_heads: number of KV heads; 0 if the layer caches no keys and values.
         key_dim, value_dim: elements of a key and of a value.
         window: maximum number of tokens the layer keeps; None keeps all.
-        compressed: whether DiffKV compresses it.
         fixed_bytes: bytes of a state whose size does not depend on the number of tokens.
     """
 
@@ -70,7 +69,6 @@ class ModelShape:
     """Shape of a model, known without its weights.
 
     Attributes:
-        layers: shape of each layer.
         dtype: dtype of keys and values.
         weight_bytes: bytes of the weights; None if unknown.
         limit: maximum number of tokens; None if the configuration does not say.

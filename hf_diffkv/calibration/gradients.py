@@ -31,7 +31,6 @@ class Following:
     Args:
         model: model within `watching`.
         layers: layers of the model's cache after the prompt, from `run_prompt`.
-        following: token ids that follow.
         positions: positions in `following` whose predictions count.
         signs: random signs, [samples, positions, vocabulary]; None draws `GRADIENTS`, always the same ones.
 

@@ -17,7 +17,6 @@ class Progress:
     """Reports on stderr the progress through documents.
 
     Args:
-        count: number of documents.
         work: total work in any unit; time is assumed to be proportional to it.
     """
 

@@ -39,7 +39,6 @@ class Candidate:
         bytes: measured size of the cache, summed over the documents; None if a document failed.
         ratio: `bytes` over the size of a dense cache of as many tokens.
         loss: difference to the dense cache in calibration's metric; positive is worse.
-        error: reason of the failure.
     """
 
     thresholds: Thresholds

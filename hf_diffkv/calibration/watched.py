@@ -31,8 +31,6 @@ class Reading:
     Attributes:
         module: attention module of the layer that reads the keys and values.
         query, mask: queries and attention mask of the first row.
-        scaling: factor of the logits.
-        options: further arguments.
         output: attention output of the first row, [1, tokens, query_heads, value_dim].
         change: zeros that were added to the output of all rows, for gradients.
     """

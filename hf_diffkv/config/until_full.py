@@ -46,7 +46,6 @@ class Rungs:
     """Precisions of a layer that is precise until the budget is full.
 
     Attributes:
-        first: precision of all tokens at first.
         high: last precision before `low`, and the final one of heads that never get `low`.
         low: final precision of the other heads; if there are none, that of other layers with the same `high`.
         alpha_high: infinite for heads that end at `low`, 0 for others; a number for all heads, or one for each.

@@ -51,7 +51,6 @@ def measure(
     """Measures `method` on all documents, teacher-forced.
 
     Args:
-        documents: documents with a continuation.
         expected: results of `follow` with the dense cache, document by document.
     """
     kl = top1 = count = 0.0

@@ -369,7 +369,6 @@ def _knapsack(options: list[dict[int, LayerChoice]], least: list[int], unit: int
     Args:
         options: loss and positions by bytes, for each layer.
         least: bytes of each layer's smallest option.
-        unit: bytes of a unit.
         room: units that may be taken in addition to the sum of `least`.
     """
     best = np.zeros(room + 1)

@@ -23,7 +23,6 @@ class Entry:
     """Data of a prefix that do not depend on its tier.
 
     Attributes:
-        length: number of tokens.
         used: time of the last use, in nanoseconds.
         score: number of announced and running requests for it (CaR).
         hits: number of lookups that it answered.
@@ -42,7 +41,6 @@ class Hierarchy:
     do not fit into a tier move to the next one.
 
     Args:
-        memory: memory tiers.
         folder: tier after them, or None.
         fingerprint: beginning of the names in the folder that can be used; others only take room there.
 

@@ -100,7 +100,6 @@ def load_model(
         name: Hub id, folder or short name.
         dtype: "auto" or the name of a PyTorch dtype.
         device: device of the model; None takes a GPU if there is one.
-        quiet: whether to hide Transformers' progress bars.
         weights: one of `WEIGHTS`, or None for the weights as saved.
 
     Raises:

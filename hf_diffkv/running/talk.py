@@ -83,10 +83,6 @@ class Talk:
 
         After an error the conversation is unchanged. It cannot go on if the cache `is_ahead` of it.
 
-        Args:
-            text: text or message of the user.
-            options: options of `generate()`.
-
         Raises:
             ValueError: raised by `chat_turns`, or by `generate()`.
             MemoryError: the turn or its answer does not fit.

@@ -21,7 +21,6 @@ class Metric:
 
     Attributes:
         name: key in a record's metrics.
-        title: title of the column.
         transform: function from the mean to the figure.
         digits: number of decimals; None shows a count, `sum of weight`.
     """
@@ -45,7 +44,6 @@ class Source:
 
     Attributes:
         length: number of tokens of a prompt; None takes the task's own.
-        seed: seed of all random draws.
         max_new_tokens: number of tokens that a task generates; None takes the task's own.
     """
 
