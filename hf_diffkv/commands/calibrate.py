@@ -40,7 +40,6 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.option(
     "--output",
     type=PATH_TYPE,
-    metavar="FOLDER",
     help="For the configuration and the measurements; a run that it holds is continued.  [default: a folder of the "
     "model in the user's cache]",
 )
@@ -59,7 +58,6 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.option(
     "--length",
     type=AtLeast(),
-    metavar="N",
     help=f"Tokens of a prompt.  [default: 1200; for thresholds {TEXT_LENGTH}, or the task's own]",
 )
 @running_options
@@ -75,21 +73,12 @@ def _listed(values: tuple[float, ...]) -> str:
     metavar="M",
     help="Thresholds: the cache whose thresholds vary, e.g. diffkv:K6V4/K4V2.",
 )
-@click.option(
-    "--alpha-high", type=NUMBERS_TYPE, default=_listed(ALPHA_HIGH), metavar="A,B", help="Thresholds: values to try."
-)
-@click.option(
-    "--alpha-low", type=NUMBERS_TYPE, default=_listed(ALPHA_LOW), metavar="A,B", help="Thresholds: values to try."
-)
+@click.option("--alpha-high", type=NUMBERS_TYPE, default=_listed(ALPHA_HIGH), help="Thresholds: values to try.")
+@click.option("--alpha-low", type=NUMBERS_TYPE, default=_listed(ALPHA_LOW), help="Thresholds: values to try.")
 @click.option(
     "--per-layer", is_flag=True, help="Thresholds: then try higher ones layer by layer, in two runs for each layer."
 )
-@click.option(
-    "--documents",
-    type=AtLeast(),
-    metavar="N",
-    help=f"Thresholds: how many.  [default: {DOCUMENTS}, or the task's own]",
-)
+@click.option("--documents", type=AtLeast(), help=f"Thresholds: how many.  [default: {DOCUMENTS}, or the task's own]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Thresholds: for the task's documents.")
 @click.option("--retry", is_flag=True, help="Thresholds: run again what failed before.")
 @quiet_option

@@ -55,10 +55,10 @@ CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins 
     "lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
-@click.option("--system", metavar="TEXT", type=PROMPT_TYPE, help="System message.")
+@click.option("--system", type=PROMPT_TYPE, help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
-@click.option("--load", metavar="FOLDER", type=PATH_TYPE, help="Continue a conversation that /save kept.")
-@click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=512, help="Per answer.")
+@click.option("--load", type=PATH_TYPE, help="Continue a conversation that /save kept.")
+@click.option("--max-new-tokens", type=AtLeast(), default=512, help="Per answer.")
 @sampling_options
 @config_options
 @running_options

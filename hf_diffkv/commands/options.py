@@ -109,7 +109,7 @@ def numbers_in(text: str) -> tuple[float, ...]:
 
 
 SIZE_TYPE, BUDGET_TYPE = Parsed("SIZE", bytes_in), Parsed("SIZE", budget_in)
-PATH_TYPE, PROMPT_TYPE = Parsed("PATH", path_in), Parsed("TEXT", prompt_in)
+PATH_TYPE, PROMPT_TYPE = Parsed("FOLDER", path_in), Parsed("TEXT", prompt_in)
 PRECISION_TYPE, NUMBERS_TYPE = Parsed("KxVy", precision_in), Parsed("A,B", numbers_in)
 
 
@@ -125,6 +125,8 @@ class Between(click.FloatRange):
 
 class AtLeast(click.IntRange):
     """Integer of at least `least`, with plain error messages."""
+
+    name = "N"
 
     def __init__(self, least: int = 1) -> None:
         super().__init__(min=least)
@@ -203,14 +205,12 @@ json_option = click.option(
 preset_options = chain(
     click.option(
         "--preset",
-        type=Parsed("NAME", preset_in),
-        metavar="P",
+        type=Parsed("P", preset_in),
         help="quality, balanced or small, from most memory to least. Measured models get a precision for each head.",
     ),
     click.option(
         "--ratio",
         type=Parsed("X", ratio_in),
-        metavar="X",
         help="Instead: bytes of a stored token over a dense one's, at most, such as 0.23.",
     ),
 )
@@ -220,8 +220,8 @@ format_options = chain(
     preset_options,
     click.option("--high", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of important tokens."),
     click.option("--low", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of other tokens."),
-    click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
-    click.option("--sinks", metavar="N", type=AtLeast(0), help="First tokens kept uncompressed."),
+    click.option("--window", type=AtLeast(), help="Newest tokens kept uncompressed."),
+    click.option("--sinks", type=AtLeast(0), help="First tokens kept uncompressed."),
     click.option("--rotate/--no-rotate", default=None, help="Store keys and values rotated: fewer bits suffice."),
     click.option("--center/--no-center", default=None, help="Subtract the mean key before keys are stored."),
     click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),
@@ -251,7 +251,7 @@ config_options = chain(
 # a text as argument, by --prompt, or by --prompt-file
 prompt_options = chain(
     click.argument("text", metavar="[PROMPT]", type=PROMPT_TYPE, required=False),
-    click.option("--prompt", metavar="TEXT", type=PROMPT_TYPE, help="The same as PROMPT; - reads it from stdin."),
+    click.option("--prompt", type=PROMPT_TYPE, help="The same as PROMPT; - reads it from stdin."),
     click.option("--prompt-file", metavar="FILE", help="UTF-8; one newline at its end is dropped; - is stdin."),
 )
 

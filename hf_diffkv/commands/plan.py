@@ -45,15 +45,13 @@ size_options = chain(
     click.option("--memory", type=SIZE_TYPE, required=True, help="Memory of the device, for example 24GB."),
     click.option("--reserve", type=SIZE_TYPE, help="Kept free for activations.  [default: a tenth of --memory]"),
     click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: of their files, or computed]"),
-    click.option("--batch", metavar="N", type=AtLeast(), default=1, help="Requests of the longest context."),
+    click.option("--batch", type=AtLeast(), default=1, help="Requests of the longest context."),
     click.option(
         "--max-bytes",
         type=BUDGET_TYPE,
         help="Budget of caches, such as 8GB or 80%.  [default: all that is left for them]",
     ),
-    click.option(
-        "--context", metavar="N", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"
-    ),
+    click.option("--context", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"),
 )
 
 
@@ -182,9 +180,6 @@ def _others(shape: ModelShape, tokens: int) -> int:
 
 def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleNamespace) -> int:
     """Returns the bytes that compressed layers may take.
-
-    Args:
-        free: bytes for caches.
 
     Raises:
         ValueError: `config.max_bytes` is above what is left for them.

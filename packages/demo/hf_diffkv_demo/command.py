@@ -21,7 +21,7 @@ from hf_diffkv.running.models import SMALLEST_MODEL
     "much memory both hold, and what the setting keeps in every head. Needs gradio (extra `demo`). Ctrl-C ends it.",
 )
 @model_option(default=None, show_default="smollm2, or tiny-lm if that is not available")
-@click.option("--port", metavar="N", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
+@click.option("--port", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
 @preset_options
 @click.option("--max-bytes", type=BUDGET_TYPE, help="Budget of every setting's cache, e.g. 2MB, or 1% of what is free.")
 def command(

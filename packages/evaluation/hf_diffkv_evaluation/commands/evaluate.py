@@ -55,15 +55,11 @@ OPTIONS = (
         help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE_SUITE} that the model's context "
         "holds]",
     ),
-    click.option(
-        "--output", type=PATH_TYPE, required=True, metavar="FOLDER", help="If it holds a run, that is continued."
-    ),
-    click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]"),
-    click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]"),
+    click.option("--output", type=PATH_TYPE, required=True, help="If it holds a run, that is continued."),
+    click.option("--documents", type=AtLeast(), help="Per task.  [default: the task's own]"),
+    click.option("--length", type=AtLeast(), help="Tokens of a prompt.  [default: the task's own]"),
     click.option("--seed", type=int, default=0, metavar="N", help="For the documents."),
-    click.option(
-        "--max-new-tokens", type=AtLeast(), metavar="N", help="In tasks that generate.  [default: the task's own]"
-    ),
+    click.option("--max-new-tokens", type=AtLeast(), help="In tasks that generate.  [default: the task's own]"),
     running_options,
     click.option("--retry", is_flag=True, help="Run again what failed before."),
     quiet_option,
