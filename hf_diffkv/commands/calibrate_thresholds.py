@@ -11,6 +11,7 @@ from ..evaluation.errors import EvaluationError
 from ..heads.hub import CONFIG_NAME
 from ..replacing import save_text
 from .console import Failure
+from .models import position_limit
 from .options import MAX_KL, output_of
 
 DOCUMENTS, TEXT_LENGTH, TEXT_CONTINUED = 4, 1024, 256
@@ -100,7 +101,7 @@ def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> t
     from ..evaluation.tasks.base import Source
     from ..evaluation.tasks.text import stretches
 
-    most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = position_limit(model_config)
     if options.task is not None:
         task = get_task(options.task)
         found = documents_of(task, Source(tokenizer, options.documents or 0, options.length, options.seed))
