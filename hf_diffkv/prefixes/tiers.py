@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,11 +178,9 @@ class FolderTier:
 
     def note_use(self, name: str, used: int) -> None:
         """Records for all processes that a prefix was used at `used`, if it is here."""
-        try:
+        # at worst it is evicted too early
+        with suppress(OSError):
             os.utime(self.folder / name, ns=(used, used))
-        except OSError:
-            # at worst it is evicted too early
-            return
 
     def holds(self, name: str) -> bool:
         # unlike Path.is_dir it is False for what may not be read
