@@ -103,9 +103,13 @@ class ModelShape:
         return cls(tuple(layers), dtype, stored or counted, limit)
 
     @property
-    def num_compressed(self) -> int:
-        """Number of layers that DiffKV compresses."""
-        return sum(layer.compressed for layer in self.layers)
+    def compressed(self) -> list[LayerShape]:
+        """Layers that DiffKV compresses."""
+        return [layer for layer in self.layers if layer.compressed]
+
+    def other_bytes(self, tokens: int) -> int:
+        """Returns the bytes of one request in the layers that DiffKV does not compress."""
+        return sum(layer.dense_bytes(tokens, self.dtype.itemsize) for layer in self.layers if not layer.compressed)
 
     def dense_bytes(self, tokens: int, element_bytes: int | None = None) -> int:
         """Returns the bytes of an uncompressed cache of one request; None takes the bytes of the model's dtype."""
@@ -123,13 +127,11 @@ class ModelShape:
             ValueError: a precision does not fit the heads, or `head_precisions` are for another number of layers or
                 heads.
         """
-        size = self.dtype.itemsize
-        compressed = [layer for layer in self.layers if layer.compressed]
-        total = sum(layer.dense_bytes(tokens, size) for layer in self.layers if not layer.compressed)
+        compressed, total = self.compressed, self.other_bytes(tokens)
         for layer, held in zip(compressed, layer_configs(config, len(compressed))):
             for precisions in possible_precisions(held, layer.num_key_value_heads):
                 share = high_share if held.selects else float(precisions[0] == held.high)
-                total += _head_bytes(layer, tokens, held, share, size, self.limit)
+                total += _head_bytes(layer, tokens, held, share, self.dtype.itemsize, self.limit)
         return total
 
 
@@ -164,7 +166,7 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
     Returns:
         The plan; None if tokens are not precise until the budget is full.
     """
-    compressed = [layer for layer in shape.layers if layer.compressed]
+    compressed = shape.compressed
     if config.precise is None or not compressed:
         return None
     most, held = shape.limit or MOST_PLANNED, layer_configs(config, len(compressed))
@@ -182,7 +184,7 @@ def _fits_budget(
     shape: ModelShape, configs: Sequence[DiffKVConfig], batch: int, moments: bool, tokens: int, lowered: bool
 ) -> bool:
     """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that may be."""
-    compressed, size = [layer for layer in shape.layers if layer.compressed], shape.dtype.itemsize
+    compressed, size = shape.compressed, shape.dtype.itemsize
     stores = Counter((layer, config.high, config.low) for layer, config in zip(compressed, configs))
     lowerable: Counter = Counter()
     for layer, config in zip(compressed, configs):
@@ -221,14 +223,7 @@ def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:
 
 
 def without_weights(model_config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Builds the model without weights, on the device `meta`.
-
-    Args:
-        dtype: dtype of the model; None takes the one it was saved in.
-
-    Returns:
-        The model; None if it cannot be built.
-    """
+    """Builds the model on the device `meta`, by default in the dtype it was saved in; None if it cannot be built."""
     try:
         with torch.device("meta"):
             # copied, because `from_config` writes the dtype into the configuration

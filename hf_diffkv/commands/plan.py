@@ -136,7 +136,7 @@ def command(**given: Any) -> None:
         "context": context,
         "limit": shape.limit,
         "layers": len(shape.layers),
-        "compressed_layers": shape.num_compressed,
+        "compressed_layers": len(shape.compressed),
         "caches": rows,
         "until_full": None if filling is None else asdict(filling),
         "predicted_loss": [asdict(loss) for loss in losses],
@@ -173,18 +173,13 @@ def _compressed(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> di
     return found
 
 
-def _others(shape: ModelShape, tokens: int) -> int:
-    """Returns the bytes that one request's layers beside the budget take: those that are not compressed."""
-    return sum(layer.dense_bytes(tokens, shape.dtype.itemsize) for layer in shape.layers if not layer.compressed)
-
-
 def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleNamespace) -> int:
     """Returns the bytes that compressed layers may take.
 
     Raises:
         ValueError: `config.max_bytes` is above what is left for them.
     """
-    left, budget = free - options.batch * _others(shape, options.context), config.max_bytes
+    left, budget = free - options.batch * shape.other_bytes(options.context), config.max_bytes
     if budget is None:
         return left
     if isinstance(budget, str):
@@ -217,7 +212,7 @@ def _fit(
 
     def fits(tokens: int, batch: int) -> bool:
         held = batch * bytes_of(tokens)
-        return held <= free and (budget is None or held - batch * _others(shape, tokens) <= budget)
+        return held <= free and (budget is None or held - batch * shape.other_bytes(tokens) <= budget)
 
     context = options.context
     each = bytes_of(context)
