@@ -110,7 +110,7 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
     for option in options:
         levels = re.fullmatch(rf"({PRECISION_NAME.pattern})/({PRECISION_NAME.pattern})", option)
         alphas = re.fullmatch(rf"({DECIMAL})/({DECIMAL})", option)
-        if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
+        if option in ("lossless", "paper"):
             base = option
         elif option in PRESETS:
             fields[PRESET] = option
