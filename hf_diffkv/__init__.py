@@ -55,19 +55,14 @@ __all__ = [
 _LAZY = {
     "CacheFileError": "cache.snapshot",
     "CacheInUseError": "cache.usage",
-    "CacheNotUsedError": "cache.errors",
     "DiffKVCache": "cache.diffkv_cache",
-    "HandOverError": "cache.errors",
     "IntegrityError": "store.read",
     "MemoryReport": "cache.report",
-    "ModelInUseError": "cache.errors",
     "PrefixStore": "prefixes",
-    "UnsupportedModelError": "cache.errors",
-    "keep_queries": "calibration.queries",
     "measure_heads": "calibration.heads",
-    "measure_queries": "calibration.queries",
-    "probe_keys": "calibration.probe",
-    "without_fragile_level": "calibration.probe",
+    **dict.fromkeys(("CacheNotUsedError", "HandOverError", "ModelInUseError", "UnsupportedModelError"), "cache.errors"),
+    **dict.fromkeys(("keep_queries", "measure_queries"), "calibration.queries"),
+    **dict.fromkeys(("probe_keys", "without_fragile_level"), "calibration.probe"),
 }
 
 

@@ -87,13 +87,7 @@ def _open_streams() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, command: click.Command = hf_diffkv, program: str = PROGRAM) -> int:
-    """Runs a command and returns its exit code.
-
-    Args:
-        arguments: arguments of the command; None takes those of the process.
-        command: the command, by default `hf-diffkv`.
-        program: name of the command in messages.
-    """
+    """Runs a command, named `program` in messages, and returns its exit code; None takes the process's arguments."""
     _open_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:

@@ -27,7 +27,6 @@ class PrivateName:
 
     Attributes:
         owner: module, class, or function that mentions the name: "module", "module:Class.function".
-        name: name in the owner.
         parameters: parameters of a function without self, with "..." for any that follow; None for an attribute, which
             the owner has or the class's `__init__` sets.
     """
@@ -56,7 +55,6 @@ class Feature:
 
     Attributes:
         lost: description of the loss without them, and of the remedy.
-        names: names that the feature needs.
         since: first release of Transformers that has them.
     """
 
@@ -284,17 +282,18 @@ def attentions_of(model: Any) -> list[tuple[Any, str | None]]:
     found: dict[int, Any] = {}
     for owner in owners:
         # the last position counts, as a configuration met before may be part of another one
-        for config in _with_parts(owner.config):
+        for config in with_parts(owner.config):
             found.pop(id(config), None)
             found[id(config)] = config
     return [(config, attention_of(config)) for config in found.values()]
 
 
-def _with_parts(config: Any) -> Iterator[Any]:
+def with_parts(config: Any) -> Iterator[Any]:
+    """Yields a configuration and those of its parts."""
     yield config
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
-            yield from _with_parts(getattr(config, name))
+            yield from with_parts(getattr(config, name))
 
 
 def set_attentions(attentions: list[tuple[Any, str | None]]) -> None:

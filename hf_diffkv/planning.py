@@ -26,7 +26,6 @@ from .config.layers import layer_configs, possible_precisions
 from .config.until_full import joined_names
 from .ops.rounding import LARGEST_BITS
 from .pages import PageLayout
-from .precision import Precision
 from .store import Store
 from .store.faults import GROWTH_PART
 from .store.lowering_state import precisions_of
@@ -49,7 +48,6 @@ class LayerShape:
         num_key_value_heads: number of KV heads; 0 if the layer caches no keys and values.
         key_dim, value_dim: elements of a key and of a value.
         window: maximum number of tokens the layer keeps; None keeps all.
-        compressed: whether DiffKV compresses it.
         fixed_bytes: bytes of a state whose size does not depend on the number of tokens.
     """
 
@@ -71,7 +69,6 @@ class ModelShape:
     """Shape of a model, known without its weights.
 
     Attributes:
-        layers: shape of each layer.
         dtype: dtype of keys and values.
         weight_bytes: bytes of the weights; None if unknown.
         limit: maximum number of tokens; None if the configuration does not say.
@@ -87,7 +84,6 @@ class ModelShape:
         """Reads a model's configuration.
 
         Args:
-            model_config: Transformers configuration of the model.
             name: folder or Hub id of the model, where the size of the weights is looked up.
             dtype: dtype of the model; None takes the one it was saved in.
 
@@ -107,17 +103,16 @@ class ModelShape:
         return cls(tuple(layers), dtype, stored or counted, limit)
 
     @property
-    def num_compressed(self) -> int:
-        """Number of layers that DiffKV compresses."""
-        return sum(layer.compressed for layer in self.layers)
+    def compressed(self) -> list[LayerShape]:
+        """Layers that DiffKV compresses."""
+        return [layer for layer in self.layers if layer.compressed]
+
+    def other_bytes(self, tokens: int) -> int:
+        """Returns the bytes of one request in the layers that DiffKV does not compress."""
+        return sum(layer.dense_bytes(tokens, self.dtype.itemsize) for layer in self.layers if not layer.compressed)
 
     def dense_bytes(self, tokens: int, element_bytes: int | None = None) -> int:
-        """Returns the bytes of an uncompressed cache of one request.
-
-        Args:
-            tokens: number of tokens.
-            element_bytes: bytes per element; None takes the model's dtype.
-        """
+        """Returns the bytes of an uncompressed cache of one request; None takes the bytes of the model's dtype."""
         size = self.dtype.itemsize if element_bytes is None else element_bytes
         return sum(layer.dense_bytes(tokens, size) for layer in self.layers)
 
@@ -125,8 +120,6 @@ class ModelShape:
         """Returns the bytes of a `DiffKVCache` of one request.
 
         Args:
-            tokens: number of tokens.
-            config: configuration of the cache.
             high_share: share of the tokens outside the window that are at the high level; the others are at the low
                 level. Ignored without token selection, where each head stores all tokens at one level.
 
@@ -134,13 +127,11 @@ class ModelShape:
             ValueError: a precision does not fit the heads, or `head_precisions` are for another number of layers or
                 heads.
         """
-        size = self.dtype.itemsize
-        compressed = [layer for layer in self.layers if layer.compressed]
-        total = sum(layer.dense_bytes(tokens, size) for layer in self.layers if not layer.compressed)
+        compressed, total = self.compressed, self.other_bytes(tokens)
         for layer, held in zip(compressed, layer_configs(config, len(compressed))):
             for precisions in possible_precisions(held, layer.num_key_value_heads):
                 share = high_share if held.selects else float(precisions[0] == held.high)
-                total += _head_bytes(layer, tokens, held, share, size, self.limit)
+                total += _head_bytes(layer, tokens, held, share, self.dtype.itemsize, self.limit)
         return total
 
 
@@ -170,13 +161,12 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
     """Plans how `config.max_bytes`, in bytes, fills.
 
     Args:
-        batch: number of requests.
         moments: whether the moments of the model's queries are known; a cache keeps its own otherwise.
 
     Returns:
         The plan; None if tokens are not precise until the budget is full.
     """
-    compressed = [layer for layer in shape.layers if layer.compressed]
+    compressed = shape.compressed
     if config.precise is None or not compressed:
         return None
     most, held = shape.limit or MOST_PLANNED, layer_configs(config, len(compressed))
@@ -185,7 +175,7 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
         return longest(lambda tokens: _fits_budget(shape, held, batch, moments, tokens, lowered), most)
 
     begins, ends = most_fitting(False) + 1, most_fitting(True)
-    rungs = [_precisions_of(layer, config) for layer, config in zip(compressed, held)]
+    rungs = [precisions_of(config, layer.key_dim, layer.value_dim) for layer, config in zip(compressed, held)]
     precise, final = joined_names(each[0] for each in rungs), joined_names(each[-1] for each in rungs)
     return BudgetPlan(int(config.max_bytes or 0), precise, final, begins, ends)
 
@@ -193,12 +183,8 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
 def _fits_budget(
     shape: ModelShape, configs: Sequence[DiffKVConfig], batch: int, moments: bool, tokens: int, lowered: bool
 ) -> bool:
-    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that may be.
-
-    Args:
-        configs: configuration of each compressed layer.
-    """
-    compressed, size = [layer for layer in shape.layers if layer.compressed], shape.dtype.itemsize
+    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that may be."""
+    compressed, size = shape.compressed, shape.dtype.itemsize
     stores = Counter((layer, config.high, config.low) for layer, config in zip(compressed, configs))
     lowerable: Counter = Counter()
     for layer, config in zip(compressed, configs):
@@ -212,7 +198,7 @@ def _fits_budget(
     for (one, high, low), count in stores.items():
         own = next(c for layer, c in zip(compressed, configs) if (layer, c.high, c.low) == (one, high, low))
         dims = (one.key_dim, one.value_dim, size)
-        layouts = PageLayout.of_pairs(own, _precisions_of(one, own), *dims, shape.limit)
+        layouts = PageLayout.of_pairs(own, precisions_of(own, one.key_dim, one.value_dim), *dims, shape.limit)
         layout = layouts[-1]
         capacities = (layouts[0].high.capacity, layout.high.capacity, layout.low.capacity)
         rows = count * batch * one.num_key_value_heads
@@ -231,25 +217,13 @@ def _fits_budget(
     return left >= 0
 
 
-def _precisions_of(layer: LayerShape, config: DiffKVConfig) -> tuple[Precision, ...]:
-    return precisions_of(config, layer.key_dim, layer.value_dim)
-
-
 def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:
     """Returns the largest number up to `most` for which `fits` holds, 0 if there is none. `fits` must be monotonic."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def without_weights(model_config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Builds the model without weights, on the device `meta`.
-
-    Args:
-        model_config: Transformers configuration of the model.
-        dtype: dtype of the model; None takes the one it was saved in.
-
-    Returns:
-        The model; None if it cannot be built.
-    """
+    """Builds the model on the device `meta`, by default in the dtype it was saved in; None if it cannot be built."""
     try:
         with torch.device("meta"):
             # copied, because `from_config` writes the dtype into the configuration

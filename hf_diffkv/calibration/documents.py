@@ -37,7 +37,6 @@ def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: i
     """Makes eight documents whose `continuation` follows the prompt; logits count at `extra["positions"]`.
 
     Args:
-        tokenizer: tokenizer of the model.
         pieces: pieces of running text; None takes Python's documentation.
         length: number of tokens of each prompt.
 

@@ -31,7 +31,6 @@ class Following:
     Args:
         model: model within `watching`.
         layers: layers of the model's cache after the prompt, from `run_prompt`.
-        following: token ids that follow.
         positions: positions in `following` whose predictions count.
         signs: random signs, [samples, positions, vocabulary]; None draws `GRADIENTS`, always the same ones.
 
@@ -65,15 +64,7 @@ class Following:
             self._gradients = self._differentiated(model, logits, signs.to(logits.device))
 
     def losses(self, index: int, keys: Tensor, values: Tensor) -> tuple[list[float], list[float]]:
-        """Returns the mean KL, in nats, if one head has other keys, and if it has other values.
-
-        Args:
-            index: index of the compressed layer.
-            keys, values: other keys and values of the prompt, [heads, tokens, dim].
-
-        Returns:
-            KL for each head's keys, and for each head's values.
-        """
+        """Returns each head's mean KL in nats with other keys, and with other values, [heads, tokens, dim]."""
         layer = self._layers[index]
         return self._losses(index, keys, layer.values[0]), self._losses(index, layer.keys[0], values)
 

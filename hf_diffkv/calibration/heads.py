@@ -98,7 +98,6 @@ def config_for(sensitivity: Sensitivity, target_ratio: float, **source: Any) -> 
     """Returns a configuration with the head precisions of least predicted loss within a ratio.
 
     Args:
-        sensitivity: measured loss of the heads.
         target_ratio: bytes of a stored token over its bytes in the model's dtype, at most; `with_ratio` of the result
             gives configurations for other ratios.
         source: further entries of the configuration's `calibration`.

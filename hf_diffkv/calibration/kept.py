@@ -19,7 +19,6 @@ class Kept:
     """Figures of each document's layers, in a folder or only in memory.
 
     Args:
-        model: loaded model that is measured.
         output: folder of the run; None keeps figures only in memory.
 
     Raises:

@@ -24,13 +24,8 @@ class Bench:
     """A model and documents on which thresholds are measured. Records in `folder` are not measured again.
 
     Args:
-        model: loaded model.
         base: method whose thresholds vary.
         task: task whose first metric is the criterion of calibration.
-        documents: documents of the task.
-        folder: folder of the run.
-        retry: whether to repeat failed documents.
-        quiet: whether to hide progress.
     """
 
     model: Any

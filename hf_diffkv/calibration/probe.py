@@ -13,6 +13,7 @@ from typing import Any
 
 from ..cache.resolve import config_of
 from ..config import DiffKVConfig, Precision
+from ..config.presets import one_level
 from ..evaluation.comparison import compare_logits
 from ..evaluation.methods import Method
 from ..evaluation.methods.dense import DenseMethod
@@ -132,9 +133,8 @@ def without_fragile_level(config: DiffKVConfig, model: Any, tokenizer: Any = Non
 
 def _fields(bits: int, base: DiffKVConfig) -> dict[str, Any]:
     groups = {precision.k_bits: precision.k_groups for precision in (base.high, base.low)}
-    precision = Precision(bits, 16, groups.get(bits, 1))
-    fields = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "window": 1, "sinks": 0}
-    return {**fields, "rotate": base.rotate, "center": base.center, "metadata_bits": base.metadata_bits}
+    fields = {name: getattr(base, name) for name in ("rotate", "center", "metadata_bits")}
+    return {**one_level(Precision(bits, 16, groups.get(bits, 1))), "window": 1, "sinks": 0, **fields}
 
 
 def _ids(model: Any, tokenizer: Any, text: str | None, tokens: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from tqdm.auto import tqdm
 
@@ -17,9 +16,7 @@ class Progress:
     """Reports on stderr the progress through documents.
 
     Args:
-        count: number of documents.
         work: total work in any unit; time is assumed to be proportional to it.
-        quiet: whether to print nothing.
     """
 
     def __init__(self, count: int, work: float, quiet: bool = False) -> None:
@@ -32,9 +29,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     def say(self, text: str) -> None:
@@ -51,12 +46,10 @@ class Progress:
             self.say(f"{documents} of {_documents(self._count)} {verb} measured before")
 
     def begin(self, name: str) -> None:
-        """Notes that a document begins."""
         self._name, self._begun = name, time.perf_counter()
         self._bar.set_description(name)
 
     def advance(self, work: float) -> None:
-        """Notes that some work is done."""
         self._done += work
         self._bar.update(work)
 
@@ -67,21 +60,17 @@ class Progress:
             self.say(f"{_documents(self._count - self._whole)}, about {self._left()}")
 
     def end(self) -> None:
-        """Notes that a document is measured."""
         self._whole += 1
         if not self._bar.disable:
             return
         left = self._count - self._whole
         rest = f"{_documents(left)} left, about {self._left()}" if left else "all are measured"
-        seconds = _duration(self._since(self._begun))
+        seconds = _duration(time.perf_counter() - self._begun)
         self.say(f"document {self._whole} of {self._count} ({self._name}) took {seconds}; {rest}")
-
-    def _since(self, start: float) -> float:
-        return time.perf_counter() - start
 
     def _left(self) -> str:
         """Returns the time left at the rate so far, in words."""
-        rate = self._done / max(self._since(self._started), LEAST_SECONDS)
+        rate = self._done / max(time.perf_counter() - self._started, LEAST_SECONDS)
         return _duration(max(0.0, self._work - self._done) / rate)
 
 

@@ -23,7 +23,9 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
         ValueError: the precision does not fit the heads.
     """
     key, value = layer.keys, layer.values
-    store = _store(layer, DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **MEASURED_FIELDS))
+    config = DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **MEASURED_FIELDS)
+    heads = KVHeads(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+    store = Store(config, 1, key.shape[0], heads)
     begin_forward(store, key.shape[2])
     store.note_logits(0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
     new = NewPrompt.checked(store, 0, key, value, None)
@@ -33,12 +35,6 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
     store.padding.append(key.shape[2], None)
     tokens = read_tokens(store, 0)
     return tokens.keys[0].to(key.dtype), tokens.values[0].to(value.dtype)
-
-
-def _store(layer: WatchedLayer, config: DiffKVConfig) -> Store:
-    batch, count, _, key_dim = layer.keys.shape
-    heads = KVHeads(count, key_dim, layer.values.shape[3], layer.keys.dtype, layer.keys.device)
-    return Store(config, 1, batch, heads)
 
 
 def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

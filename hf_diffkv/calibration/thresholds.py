@@ -36,11 +36,9 @@ class Candidate:
     """Measured thresholds.
 
     Attributes:
-        thresholds: the thresholds.
         bytes: measured size of the cache, summed over the documents; None if a document failed.
         ratio: `bytes` over the size of a dense cache of as many tokens.
         loss: difference to the dense cache in calibration's metric; positive is worse.
-        error: reason of the failure.
     """
 
     thresholds: Thresholds
@@ -108,9 +106,6 @@ def sweep(measure: Measure, limit: float, grid: Grid, layers: int | None = None)
     """Searches for the cheapest thresholds that lose at most `limit`, and returns all measured candidates.
 
     Args:
-        measure: function that measures thresholds.
-        limit: highest loss allowed.
-        grid: values to try.
         layers: number of compressed layers of the model, to also try single layers; None does not.
     """
     found = measure([Thresholds(high, 0.0) for high in grid.alpha_high])

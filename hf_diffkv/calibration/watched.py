@@ -31,8 +31,6 @@ class Reading:
     Attributes:
         module: attention module of the layer that reads the keys and values.
         query, mask: queries and attention mask of the first row.
-        scaling: factor of the logits.
-        options: further arguments.
         output: attention output of the first row, [1, tokens, query_heads, value_dim].
         change: zeros that were added to the output of all rows, for gradients.
     """
@@ -89,12 +87,7 @@ class WatchedLayer(DynamicLayer):
         return output + change
 
     def changed(self, reading: Reading, keys: Tensor, values: Tensor) -> Tensor:
-        """Returns by how much a reading's output changes with other keys and values of the prompt.
-
-        Args:
-            reading: one of the layer's readings.
-            keys, values: keys and values of the prompt, [heads, tokens, dim].
-        """
+        """Returns the change of a reading's output by other keys and values of the prompt, [heads, tokens, dim]."""
         with torch.no_grad():
             shown = self._shown(reading.module, *map(_begun_with, self.whole, (keys, values)))
             inputs = reading.query, *shown, reading.mask, reading.scaling

@@ -38,11 +38,7 @@ COMMANDS_BESIDE = {
 
 
 def load(name: str) -> click.Command:
-    """Imports the command `name`, one of `COMMANDS`.
-
-    Raises:
-        click.ClickException: the command's distribution is not installed.
-    """
+    """Imports one of `COMMANDS`. Raises `click.ClickException` if the command's distribution is not installed."""
     if name not in COMMANDS_BESIDE:
         return importlib.import_module(f".{name.replace('-', '_')}", __name__).command
     try:

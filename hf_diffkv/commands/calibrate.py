@@ -13,7 +13,7 @@ from ..config.presets import DEFAULT_PRESET, RATIOS
 from .calibrate_heads import calibrate_heads
 from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command
-from .options import MAX_KL, AtLeast, NonEmptyPath, Numbers, model_option, quiet_option, running_options
+from .options import MAX_KL, NUMBERS_TYPE, PATH_TYPE, AtLeast, model_option, quiet_option, running_options
 
 # options that select thresholds, each by itself
 OF_THRESHOLDS = (
@@ -39,8 +39,7 @@ def _listed(values: tuple[float, ...]) -> str:
 @model_option(required=True)
 @click.option(
     "--output",
-    type=NonEmptyPath(),
-    metavar="FOLDER",
+    type=PATH_TYPE,
     help="For the configuration and the measurements; a run that it holds is continued.  [default: a folder of the "
     "model in the user's cache]",
 )
@@ -59,7 +58,6 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.option(
     "--length",
     type=AtLeast(),
-    metavar="N",
     help=f"Tokens of a prompt.  [default: 1200; for thresholds {TEXT_LENGTH}, or the task's own]",
 )
 @running_options
@@ -75,21 +73,12 @@ def _listed(values: tuple[float, ...]) -> str:
     metavar="M",
     help="Thresholds: the cache whose thresholds vary, e.g. diffkv:K6V4/K4V2.",
 )
-@click.option(
-    "--alpha-high", type=Numbers(), default=_listed(ALPHA_HIGH), metavar="A,B", help="Thresholds: values to try."
-)
-@click.option(
-    "--alpha-low", type=Numbers(), default=_listed(ALPHA_LOW), metavar="A,B", help="Thresholds: values to try."
-)
+@click.option("--alpha-high", type=NUMBERS_TYPE, default=_listed(ALPHA_HIGH), help="Thresholds: values to try.")
+@click.option("--alpha-low", type=NUMBERS_TYPE, default=_listed(ALPHA_LOW), help="Thresholds: values to try.")
 @click.option(
     "--per-layer", is_flag=True, help="Thresholds: then try higher ones layer by layer, in two runs for each layer."
 )
-@click.option(
-    "--documents",
-    type=AtLeast(),
-    metavar="N",
-    help=f"Thresholds: how many.  [default: {DOCUMENTS}, or the task's own]",
-)
+@click.option("--documents", type=AtLeast(), help=f"Thresholds: how many.  [default: {DOCUMENTS}, or the task's own]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Thresholds: for the task's documents.")
 @click.option("--retry", is_flag=True, help="Thresholds: run again what failed before.")
 @quiet_option

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..evaluation.errors import EvaluationError
 from ..heads.hub import CONFIG_NAME
 from ..replacing import save_text
 from .console import Failure
+from .models import position_limit
 from .options import MAX_KL, output_of
 
 DOCUMENTS, TEXT_LENGTH, TEXT_CONTINUED = 4, 1024, 256
@@ -25,6 +25,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
         EvaluationError: an error that the user can correct; measurements are kept.
         Failure: no thresholds are good enough.
     """
+    from ..calibration.documents import digest_of
     from ..calibration.measuring import Bench
     from ..evaluation.methods import get_method
     from ..evaluation.records import RunFolder
@@ -61,7 +62,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     block = {
         **settings,
         **source,
-        "digest": hashlib.sha256("".join(document.digest for document in documents).encode()).hexdigest()[:16],
+        "digest": digest_of(documents),
         "method": options.method,
         "limit": {bench.loss_name: limit},
         "chosen": chosen.to_dict(bench.loss_name),
@@ -100,10 +101,10 @@ def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> t
     from ..evaluation.tasks.base import Source
     from ..evaluation.tasks.text import stretches
 
-    most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = position_limit(model_config)
     if options.task is not None:
         task = get_task(options.task)
-        found = documents_of(task, Source(tokenizer, options.documents or 0, options.length, options.seed, most))
+        found = documents_of(task, Source(tokenizer, options.documents or 0, options.length, options.seed))
         source = {"task": options.task, "seed": options.seed}
     else:
         task, name = get_task("text"), options.text or MATH

@@ -20,9 +20,9 @@ from .generate import sampling_of, sampling_options, saved_talk
 from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
+    PATH_TYPE,
+    PROMPT_TYPE,
     AtLeast,
-    NonEmptyPath,
-    PromptText,
     choice_of,
     config_before,
     config_for,
@@ -55,10 +55,10 @@ CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins 
     "lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
-@click.option("--system", metavar="TEXT", type=PromptText(), help="System message.")
+@click.option("--system", type=PROMPT_TYPE, help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
-@click.option("--load", metavar="FOLDER", type=NonEmptyPath(), help="Continue a conversation that /save kept.")
-@click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=512, help="Per answer.")
+@click.option("--load", type=PATH_TYPE, help="Continue a conversation that /save kept.")
+@click.option("--max-new-tokens", type=AtLeast(), default=512, help="Per answer.")
 @sampling_options
 @config_options
 @running_options
@@ -149,10 +149,7 @@ class _ChatSession:
     """A conversation on the terminal.
 
     Args:
-        talk: conversation with a model.
-        options: options of the command.
         limit: maximum number of tokens of the model; None if unknown.
-        sampling: sampling arguments of `generate()`.
     """
 
     def __init__(self, talk: Talk, options: SimpleNamespace, limit: int | None, sampling: dict[str, Any]) -> None:

@@ -21,10 +21,10 @@ from .console import Command, Failure, colours, megabytes, paragraph, progress, 
 from .env import versions
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
+    PATH_TYPE,
+    PROMPT_TYPE,
     AtLeast,
     Between,
-    NonEmptyPath,
-    PromptText,
     chain,
     choice_of,
     config_before,
@@ -48,7 +48,7 @@ sampling_options = chain(
     click.option("--seed", metavar="N", type=int, default=0, help="For --sample."),
     click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="For --sample."),
     click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="For --sample."),
-    click.option("--top-k", metavar="N", type=AtLeast(), help="For --sample."),
+    click.option("--top-k", type=AtLeast(), help="For --sample."),
 )
 
 
@@ -72,26 +72,17 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 @prompt_options
 @click.option("--example", is_flag=True, help="A long document with a question, in place of a PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
-@click.option(
-    "--then", metavar="TEXT", type=PromptText(), multiple=True, help="A further turn on the same cache; repeatable."
-)
+@click.option("--then", type=PROMPT_TYPE, multiple=True, help="A further turn on the same cache; repeatable.")
 @click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
-@click.option("--system", metavar="TEXT", type=PromptText(), help="System message for --chat.")
-@click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
+@click.option("--system", type=PROMPT_TYPE, help="System message for --chat.")
+@click.option("--max-new-tokens", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
-@click.option(
-    "--save-cache", metavar="FOLDER", type=NonEmptyPath(), help="Keep the cache and what was written for --load-cache."
-)
-@click.option(
-    "--load-cache",
-    metavar="FOLDER",
-    type=NonEmptyPath(),
-    help="Go on from there: PROMPT is the next turn, and it alone is read.",
-)
+@click.option("--save-cache", type=PATH_TYPE, help="Keep the cache and what was written for --load-cache.")
+@click.option("--load-cache", type=PATH_TYPE, help="Go on from there: PROMPT is the next turn, and it alone is read.")
 @click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")
 @config_options
 @running_options
-@click.option("--output", metavar="FOLDER", type=NonEmptyPath(), help="Write levels.png and figures.json there.")
+@click.option("--output", type=PATH_TYPE, help="Write levels.png and figures.json there.")
 @json_option
 @quiet_option
 def command(**given: Any) -> None:

@@ -12,11 +12,7 @@ from .console import one_line
 
 
 def supported_config(name: str) -> Any:
-    """Loads the configuration of a model and checks that DiffKV works with it.
-
-    Raises:
-        click.UsageError: the configuration cannot be loaded, or DiffKV does not work with the model.
-    """
+    """Loads a model's configuration. Raises `click.UsageError` unless it is there and DiffKV works with it."""
     from transformers import AutoConfig
 
     from ..cache.errors import UnsupportedModelError

@@ -38,118 +38,79 @@ PRESET_FIELDS = {"alpha_high", "alpha_low", "high", "low"}
 class Parsed(click.ParamType):
     """Parameter type that parses a text by `parse`, whose `ValueError` is shown to the user."""
 
-    parse: Callable[[str], Any]
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            return self.parse(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, context)
 
 
-class Bytes(Parsed):
-    """Size for `bytes_in`, such as 24GB.
-
-    Args:
-        least: 1, or 0 if nothing is a size as well.
-    """
-
-    name = "SIZE"
-
-    def __init__(self, least: int = 1) -> None:
-        self._least = least
-
-    def parse(self, text: str) -> int:
-        return bytes_in(text, self._least)
+def budget_in(text: str) -> int | str:
+    """Parses a size for `bytes_in`, or a share of what is free such as 80%."""
+    try:
+        return as_bytes("", text)
+    except ValueError as error:
+        # the option is named by click
+        raise ValueError(str(error).removeprefix("=")) from error
 
 
-class Budget(Parsed):
-    """Size for `bytes_in`, or share of what is free such as 80%."""
-
-    name = "SIZE"
-
-    def parse(self, text: str) -> int | str:
-        try:
-            return as_bytes("", text)
-        except ValueError as error:
-            # the option is named by click
-            raise ValueError(str(error).removeprefix("=")) from error
+def path_in(text: str) -> Path:
+    """Parses the path of a file or a folder; refuses an empty text, which stands for the current folder in `Path`."""
+    if not text:
+        raise ValueError("the path is empty; name it, or leave the option out.")
+    return Path(text)
 
 
-class NonEmptyPath(Parsed):
-    """Path of a file or a folder; an empty text, which stands for the current folder in `Path`, is refused."""
-
-    name = "PATH"
-
-    def parse(self, text: str) -> Path:
-        if not text:
-            raise ValueError("the path is empty; name it, or leave the option out.")
-        return Path(text)
+def precision_in(text: str) -> Precision:
+    """Parses bits of keys and values, such as K8V4."""
+    try:
+        # groups are written with a small letter
+        return Precision.parse(text.replace("k", "K").replace("v", "V"))
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
 
 
-class PrecisionType(Parsed):
-    """Bits of keys and values, such as K8V4."""
-
-    name = "KxVy"
-
-    def parse(self, text: str) -> Precision:
-        try:
-            # groups are written with a small letter
-            return Precision.parse(text.replace("k", "K").replace("v", "V"))
-        except ValueError as error:
-            raise ValueError(f"{text}: {error}") from error
+def preset_in(text: str) -> str:
+    preset_named(text)
+    return text
 
 
-class Preset(Parsed):
-    """Name of a preset."""
-
-    name = "NAME"
-
-    def parse(self, text: str) -> str:
-        preset_named(text)
-        return text
+def ratio_in(text: str) -> float:
+    """Parses a share above 0 and at most 1."""
+    try:
+        return as_ratio("the ratio", float(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is no ratio; give a number above 0 and at most 1, such as 0.23.") from None
 
 
-class Ratio(Parsed):
-    """Share above 0 and at most 1."""
-
-    name = "X"
-
-    def parse(self, text: str) -> float:
-        try:
-            return as_ratio("the ratio", float(text))
-        except ValueError:
-            raise ValueError(f"{text!r} is no ratio; give a number above 0 and at most 1, such as 0.23.") from None
+def prompt_in(text: str) -> str:
+    """Checks that a text can be tokenised, as characters that stand for bytes of the command line cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8 text.") from None
+    return text
 
 
-class PromptText(Parsed):
-    """Text that can be tokenised: bytes of the command line that are no UTF-8 become characters that cannot."""
-
-    name = "TEXT"
-
-    def parse(self, text: str) -> str:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("it is not UTF-8 text.") from None
-        return text
+def numbers_in(text: str) -> tuple[float, ...]:
+    """Parses comma-separated numbers of at least 0; returns them in rising order without repetition."""
+    try:
+        values = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        values = []
+    if not values or not all(0 <= each < float("inf") for each in values):
+        raise ValueError(f"{text!r} is no list of numbers of at least 0, such as 1,2,3")
+    return tuple(values)
 
 
-class Numbers(Parsed):
-    """Comma-separated numbers of at least 0, in rising order without repetition."""
-
-    name = "A,B"
-
-    def parse(self, text: str) -> tuple[float, ...]:
-        try:
-            values = sorted({float(part) for part in text.split(",") if part.strip()})
-        except ValueError:
-            values = []
-        if not values or not all(0 <= each < float("inf") for each in values):
-            raise ValueError(f"{text!r} is no list of numbers of at least 0, such as 1,2,3")
-        return tuple(values)
+SIZE_TYPE, BUDGET_TYPE = Parsed("SIZE", bytes_in), Parsed("SIZE", budget_in)
+PATH_TYPE, PROMPT_TYPE = Parsed("FOLDER", path_in), Parsed("TEXT", prompt_in)
+PRECISION_TYPE, NUMBERS_TYPE = Parsed("KxVy", precision_in), Parsed("A,B", numbers_in)
 
 
 class Between(click.FloatRange):
@@ -164,6 +125,8 @@ class Between(click.FloatRange):
 
 class AtLeast(click.IntRange):
     """Integer of at least `least`, with plain error messages."""
+
+    name = "N"
 
     def __init__(self, least: int = 1) -> None:
         super().__init__(min=least)
@@ -242,14 +205,12 @@ json_option = click.option(
 preset_options = chain(
     click.option(
         "--preset",
-        type=Preset(),
-        metavar="P",
+        type=Parsed("P", preset_in),
         help="quality, balanced or small, from most memory to least. Measured models get a precision for each head.",
     ),
     click.option(
         "--ratio",
-        type=Ratio(),
-        metavar="X",
+        type=Parsed("X", ratio_in),
         help="Instead: bytes of a stored token over a dense one's, at most, such as 0.23.",
     ),
 )
@@ -257,10 +218,10 @@ preset_options = chain(
 # format of stored tokens
 format_options = chain(
     preset_options,
-    click.option("--high", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of important tokens."),
-    click.option("--low", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of other tokens."),
-    click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
-    click.option("--sinks", metavar="N", type=AtLeast(0), help="First tokens kept uncompressed."),
+    click.option("--high", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of important tokens."),
+    click.option("--low", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of other tokens."),
+    click.option("--window", type=AtLeast(), help="Newest tokens kept uncompressed."),
+    click.option("--sinks", type=AtLeast(0), help="First tokens kept uncompressed."),
     click.option("--rotate/--no-rotate", default=None, help="Store keys and values rotated: fewer bits suffice."),
     click.option("--center/--no-center", default=None, help="Subtract the mean key before keys are stored."),
     click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),
@@ -283,24 +244,20 @@ level_options = chain(
 
 config_options = chain(
     level_options,
-    click.option("--max-bytes", type=Budget(), help="Budget per device, e.g. 20MB, or 80% of what is free."),
+    click.option("--max-bytes", type=BUDGET_TYPE, help="Budget per device, e.g. 20MB, or 80% of what is free."),
 )
 
 
 # a text as argument, by --prompt, or by --prompt-file
 prompt_options = chain(
-    click.argument("text", metavar="[PROMPT]", type=PromptText(), required=False),
-    click.option("--prompt", metavar="TEXT", type=PromptText(), help="The same as PROMPT; - reads it from stdin."),
+    click.argument("text", metavar="[PROMPT]", type=PROMPT_TYPE, required=False),
+    click.option("--prompt", type=PROMPT_TYPE, help="The same as PROMPT; - reads it from stdin."),
     click.option("--prompt-file", metavar="FILE", help="UTF-8; one newline at its end is dropped; - is stdin."),
 )
 
 
 def read_prompt(options: SimpleNamespace) -> str | None:
-    """Returns the text of `prompt_options`, or None if there is none.
-
-    Raises:
-        click.UsageError: several texts are given, or the text cannot be read.
-    """
+    """Returns the text of `prompt_options`, or None. Raises `click.UsageError` for several texts or unreadable ones."""
     given = [value for value in (options.text, options.prompt, options.prompt_file) if value is not None]
     if len(given) > 1:
         raise click.UsageError("give one of PROMPT, --prompt and --prompt-file.")
@@ -312,11 +269,7 @@ def read_prompt(options: SimpleNamespace) -> str | None:
 
 
 def read_file(name: str) -> str:
-    """Returns the text of a file, or of stdin if `name` is `-`, without one newline at its end.
-
-    Raises:
-        click.UsageError: the file cannot be read.
-    """
+    """Returns the text of a file, or of stdin for `-`, without one newline at its end. Raises `click.UsageError`."""
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
         # Windows' editors may write a mark at the beginning and two characters for a newline
@@ -407,8 +360,6 @@ def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
     """Returns a note on what a configuration chosen without weights may lack, or an empty text.
 
     Args:
-        choice: configuration or fields.
-        model_config: configuration of the model.
         model: model on the meta device; None if it could not be made.
     """
     if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
@@ -429,13 +380,7 @@ def _leave_out(spoiling: set[str], why: str) -> None:
 
 
 def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
-    """Returns `--output`, or a folder in the user's cache for the model with its weights and dtype.
-
-    Args:
-        options: options of the command.
-        model: loaded model.
-        kind: kind of run, which has a separate folder.
-    """
+    """Returns `--output`, or a folder in the user's cache for runs of a kind with the model's weights and dtype."""
     if options.output is not None:
         return options.output
     # the end of a long path is the most specific

@@ -16,11 +16,11 @@ from ..running.models import resolve_model
 from .console import Command, Failure, megabytes, one_line, paragraph, progress, table
 from .models import supported_config
 from .options import (
+    BUDGET_TYPE,
+    PATH_TYPE,
+    SIZE_TYPE,
     AtLeast,
     Between,
-    Budget,
-    Bytes,
-    NonEmptyPath,
     chain,
     choice_of,
     config_for,
@@ -42,16 +42,16 @@ SHARES = (0.0, 0.5, 1.0)
 BytesOf = Callable[[int], int]
 
 size_options = chain(
-    click.option("--memory", type=Bytes(), required=True, help="Memory of the device, for example 24GB."),
-    click.option("--reserve", type=Bytes(), help="Kept free for activations.  [default: a tenth of --memory]"),
-    click.option("--weights", type=Bytes(), help="Size of the weights.  [default: of their files, or computed]"),
-    click.option("--batch", metavar="N", type=AtLeast(), default=1, help="Requests of the longest context."),
+    click.option("--memory", type=SIZE_TYPE, required=True, help="Memory of the device, for example 24GB."),
+    click.option("--reserve", type=SIZE_TYPE, help="Kept free for activations.  [default: a tenth of --memory]"),
+    click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: of their files, or computed]"),
+    click.option("--batch", type=AtLeast(), default=1, help="Requests of the longest context."),
     click.option(
-        "--max-bytes", type=Budget(), help="Budget of caches, such as 8GB or 80%.  [default: all that is left for them]"
+        "--max-bytes",
+        type=BUDGET_TYPE,
+        help="Budget of caches, such as 8GB or 80%.  [default: all that is left for them]",
     ),
-    click.option(
-        "--context", metavar="N", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"
-    ),
+    click.option("--context", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"),
 )
 
 
@@ -77,7 +77,7 @@ size_options = chain(
 @dtype_option
 @click.option(
     "--plot",
-    type=NonEmptyPath(),
+    type=PATH_TYPE,
     metavar="FILE",
     help="Draw the predicted loss over bytes: png, svg or pdf, by the name.",
 )
@@ -136,7 +136,7 @@ def command(**given: Any) -> None:
         "context": context,
         "limit": shape.limit,
         "layers": len(shape.layers),
-        "compressed_layers": shape.num_compressed,
+        "compressed_layers": len(shape.compressed),
         "caches": rows,
         "until_full": None if filling is None else asdict(filling),
         "predicted_loss": [asdict(loss) for loss in losses],
@@ -173,21 +173,13 @@ def _compressed(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> di
     return found
 
 
-def _others(shape: ModelShape, tokens: int) -> int:
-    """Returns the bytes that one request's layers beside the budget take: those that are not compressed."""
-    return sum(layer.dense_bytes(tokens, shape.dtype.itemsize) for layer in shape.layers if not layer.compressed)
-
-
 def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleNamespace) -> int:
     """Returns the bytes that compressed layers may take.
-
-    Args:
-        free: bytes for caches.
 
     Raises:
         ValueError: `config.max_bytes` is above what is left for them.
     """
-    left, budget = free - options.batch * _others(shape, options.context), config.max_bytes
+    left, budget = free - options.batch * shape.other_bytes(options.context), config.max_bytes
     if budget is None:
         return left
     if isinstance(budget, str):
@@ -220,7 +212,7 @@ def _fit(
 
     def fits(tokens: int, batch: int) -> bool:
         held = batch * bytes_of(tokens)
-        return held <= free and (budget is None or held - batch * _others(shape, tokens) <= budget)
+        return held <= free and (budget is None or held - batch * shape.other_bytes(tokens) <= budget)
 
     context = options.context
     each = bytes_of(context)
@@ -303,12 +295,7 @@ def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None
 
 
 def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name: str, quiet: bool) -> None:
-    """Writes a plot of losses over bytes for the model `name`.
-
-    Raises:
-        click.UsageError: heads were not measured.
-        Failure: Matplotlib is missing, or the file cannot be written.
-    """
+    """Writes a plot of losses over bytes for the model `name`. Raises `click.UsageError` if heads were not measured."""
     from ..plot import loss
 
     if not points:

@@ -41,11 +41,9 @@ GENTLER = ("K8V4", "K8V8")
 )
 @model_option(required=True)
 @click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
-@click.option("--documents", metavar="N", type=AtLeast(), default=1, help="Parts of the text.")
-@click.option("--length", metavar="N", type=AtLeast(), default=VERIFIED_LENGTH, help="Tokens of a prompt.")
-@click.option(
-    "--continued", metavar="N", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens after it that are compared."
-)
+@click.option("--documents", type=AtLeast(), default=1, help="Parts of the text.")
+@click.option("--length", type=AtLeast(), default=VERIFIED_LENGTH, help="Tokens of a prompt.")
+@click.option("--continued", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens after it that are compared.")
 @click.option("--max-kl", metavar="X", type=Between(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats.")
 @config_options
 @running_options

@@ -12,8 +12,9 @@ from ..precision import Precision, as_precision, is_integer
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
-UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
-UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+# factors by unit in small letters
+UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 # a smaller number without a unit is taken for a forgotten unit
 LEAST_WITHOUT_UNIT = 1_000_000
 
@@ -107,11 +108,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_bytes(name: str, value: Any) -> int | str:
-    """Converts a number of bytes, or a text for `bytes_in`; a share such as "80%" stays a text without blanks.
-
-    Raises:
-        ValueError: it is none of these, or a share that is not above 0 and at most 100.
-    """
+    """Converts a number of bytes, or a text for `bytes_in`; a share such as "80%" stays a text. Raises `ValueError`."""
     if not isinstance(value, str):
         return as_count(name, value)
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)
@@ -132,10 +129,9 @@ def bytes_in(text: str, least: int = 1) -> int:
         least: 1, or 0 if nothing is a size as well.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    units = {unit.lower(): factor for unit, factor in UNITS.items()}
-    if match is None or match[2].lower() not in {"", *units}:
+    if match is None or match[2].lower() not in UNITS:
         raise ValueError(f"{text!r} is no size; write 24GB, 512MiB or a number of bytes.")
-    size = int(float(match[1]) * units.get(match[2].lower(), 1))
+    size = int(float(match[1]) * UNITS[match[2].lower()])
     if size < least:
         raise ValueError(f"{text!r} is nothing; give at least a byte.")
     if not match[2] and 0 < size < LEAST_WITHOUT_UNIT:

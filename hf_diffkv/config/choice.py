@@ -10,7 +10,7 @@ from ..heads import lookup
 from ..heads.allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
 from ..heads.sensitivity import MEASURED_FIELDS
 from . import files
-from .latent import latent_choice, latent_dims
+from .latent import LATENT_PRESETS, latent_dims, latent_fields, latent_within, levels_beside
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
 from .until_full import AUTO
 
@@ -45,7 +45,7 @@ def choose(
     plain = preset_for(model_config, given)
     latent = latent_dims(model_config) is not None
     if LEVEL_FIELDS & set(given):
-        return (latent_choice(model_config, preset, None, given) if latent else named or plain), None
+        return (levels_beside(given) if latent else named or plain), None
     saved = _saved(model, check)
     if saved is not None and preset is None and target_ratio is None:
         return saved
@@ -72,10 +72,10 @@ def _of_latents(
     saved: Choice | None,
 ) -> Choice:
     """Chooses for a model that caches latents: measured rows decide only where a ratio is asked for."""
-    calibration = None if target_ratio is None else _measured(model, saved)
-    if calibration is not None:
-        return _within(as_ratio("target_ratio", target_ratio), calibration, given)
-    return latent_choice(model_config, preset, target_ratio, given), None
+    if target_ratio is None:
+        return latent_fields(LATENT_PRESETS[preset or DEFAULT_PRESET]), None
+    ratio, calibration = as_ratio("target_ratio", target_ratio), _measured(model, saved)
+    return (latent_within(ratio, model_config), None) if calibration is None else _within(ratio, calibration, given)
 
 
 def _within(ratio: float, calibration: dict[str, Any], given: Mapping[str, Any]) -> Choice:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ..arguments import similar
 from ..heads import hub
 from ..precision import Precision, as_precision, is_integer
-from ..replacing import replacing
+from ..replacing import save_text
 from . import files as config_files
 from .checks import (
     HeadPrecisions,
@@ -27,7 +27,7 @@ from .checks import (
     paired,
     payload_bits,
 )
-from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, preset_named
+from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, close_preset, one_level, preset_named
 from .until_full import AUTO, as_until_full, check_until_full, precise_of, rungs_of, smaller_first
 
 METADATA_BITS = (16, 32)
@@ -268,13 +268,11 @@ class DiffKVConfig:
     @classmethod
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
         """Makes a configuration that stores all tokens exactly in the model's dtype and prunes none."""
-        full = Precision(16, 16)
-        return cls.paper(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
+        return cls.paper(**{**one_level(Precision(16, 16)), **kwargs})
 
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
         """Makes the paper's configuration, without later additions: no sinks, rotation or centring."""
-        cls._check_names(kwargs)
         return cls(**{**SAFE, "rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
@@ -428,8 +426,7 @@ class DiffKVConfig:
             raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
         folder = config_files.new_folder(save_directory)
         text = config_files.to_text(self.to_dict(), self.calibration)
-        with replacing(folder / hub.CONFIG_NAME) as new:
-            new.write_text(text)
+        save_text(text, folder / hub.CONFIG_NAME)
         if push_to_hub:
             queries = folder / hub.QUERIES_NAME
             beside = queries if queries.is_file() else None

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..arguments import as_ratio
 from ..heads.allocation import LATENT_LADDER
 from ..precision import Precision
-from .presets import DEFAULT_PRESET, LEVEL_FIELDS, head_size
+from .presets import head_size, one_level
 
 LEAST_KEY_BITS = 8
 # precision of the latents for the name of a preset
@@ -41,11 +40,9 @@ def has_latents(text_config: Any) -> bool:
     return getattr(text_config, "kv_lora_rank", None) is not None
 
 
-def latent_fields(name: str, **fields: Any) -> dict[str, Any]:
+def latent_fields(name: str) -> dict[str, Any]:
     """Returns the config fields that store every latent at the precision `name`."""
-    precision = Precision.parse(name)
-    levels = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
-    return {**levels, "metadata_bits": 16, "window": 32, **fields}
+    return {**one_level(Precision.parse(name)), "metadata_bits": 16, "window": 32}
 
 
 def levels_beside(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,17 +75,6 @@ def latent_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
         f"target_ratio={target_ratio} is below what {LATENT_LADDER[0]} takes of this model's latents, {ratio:.3f}; "
         "raise it."
     )
-
-
-def latent_choice(
-    model_config: Any, preset: str | None, target_ratio: float | None, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the config fields of a model that caches latents; arguments as in `choice.choose`."""
-    if LEVEL_FIELDS & set(given):
-        return levels_beside(given)
-    if target_ratio is not None:
-        return latent_within(as_ratio("target_ratio", target_ratio), model_config)
-    return latent_fields(LATENT_PRESETS[preset or DEFAULT_PRESET])
 
 
 def check_precisions(config: Any) -> None:

@@ -9,11 +9,7 @@ from .diffkv_config import DiffKVConfig
 
 
 def layer_configs(config: DiffKVConfig, num_layers: int) -> tuple[DiffKVConfig, ...]:
-    """Returns the configuration of each compressed layer (`DiffKVConfig.of_layer`).
-
-    Raises:
-        ValueError: precisions or thresholds are given for another number of layers.
-    """
+    """Returns the configuration of each compressed layer (`of_layer`). Raises `ValueError` as `check_layers` does."""
     config.check_layers(num_layers)
     return tuple(config.of_layer(index) for index in range(num_layers))
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..arguments import as_ratio, similar
+from ..arguments import similar
 from ..precision import Precision
 
 # model name -> (alpha_low, alpha_high); sibling releases (Llama-3.1, distillations) were not calibrated
@@ -32,10 +32,13 @@ GROUPED = re.compile(r"^(qwq|qwen3)\b")
 GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
 
 
+def one_level(precision: Precision) -> dict[str, Any]:
+    """Returns the config fields that store all tokens at one precision."""
+    return {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
+
+
 def _uniform(name: str, **fields: Any) -> dict[str, Any]:
-    precision = Precision.parse(name)
-    levels = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
-    return {**levels, "adaptive_rounding": True, "metadata_bits": 16, **fields}
+    return {**one_level(Precision.parse(name)), "adaptive_rounding": True, "metadata_bits": 16, **fields}
 
 
 # one precision for all tokens: on small models this beats two precisions of the same bytes (docs/quality.md)
@@ -53,7 +56,7 @@ RATIOS = {"quality": 0.27, "balanced": 0.235, "small": 0.2025}
 LADDER = ("K8V8", "K8V4", "K6V4", "K5V4", "K4V4g2/1", "K4V4", "K4V3g2/1", "K4V3", "K4V2")
 
 
-def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
+def preset_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
     """Returns config fields that store every token at the best precision of `LADDER` within a ratio.
 
     Args:
@@ -62,13 +65,11 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
         model_config: Transformers configuration, for the size of a head and of an element.
 
     Raises:
-        ValueError: `target_ratio` is not a number above 0 and at most 1, or the smallest precision does not reach it,
-            or `model_config` is not a configuration.
+        ValueError: the smallest precision does not reach the ratio, or `model_config` is not a configuration.
     """
     # imported here, as most importers of this module do not need the page format
     from ..pages.layout import uniform_token_bytes
 
-    as_ratio("target_ratio", target_ratio)
     head_dim, element_bytes = head_size(model_config)
     for name in LADDER:
         taken = uniform_token_bytes(Precision.parse(name), head_dim, head_dim, element_bytes)
@@ -82,11 +83,7 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
 
 
 def head_size(model_config: Any) -> tuple[int, int]:
-    """Returns the elements of a head and the bytes of an element in a Transformers configuration.
-
-    Raises:
-        ValueError: it is not a configuration.
-    """
+    """Returns the elements of a head and the bytes of an element. Raises `ValueError` for what is no configuration."""
     if not hasattr(model_config, "get_text_config"):
         raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
     text_config = model_config.get_text_config(decoder=True)

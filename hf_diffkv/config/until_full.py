@@ -46,7 +46,6 @@ class Rungs:
     """Precisions of a layer that is precise until the budget is full.
 
     Attributes:
-        first: precision of all tokens at first.
         high: last precision before `low`, and the final one of heads that never get `low`.
         low: final precision of the other heads; if there are none, that of other layers with the same `high`.
         alpha_high: infinite for heads that end at `low`, 0 for others; a number for all heads, or one for each.
@@ -172,11 +171,7 @@ def _own_rungs(config: BudgetFields, finals: Finals) -> Rungs:
 
 
 def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
-    """Returns the precisions that tokens of a layer have one after the other, from first to last, at least two.
-
-    Args:
-        config: configuration of the layer (`DiffKVConfig.of_layer`).
-    """
+    """Returns the precisions of a layer's tokens (`DiffKVConfig.of_layer`), from first to last, at least two."""
     first = config.until_full
     if not isinstance(first, Precision) or first == config.high:
         return config.high, config.low

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -29,11 +30,7 @@ class Agreement:
     @classmethod
     def of(cls, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> Agreement:
         """Compares the token ids of every turn; the additional tokens of a longer turn count as different."""
-        pairs: list[tuple[int | None, int | None]] = []
-        for a, b in zip(first, second):
-            length = max(len(a), len(b))
-            pairs += zip([*a, *[None] * (length - len(a))], [*b, *[None] * (length - len(b))])
-        same = [a == b for a, b in pairs]
+        same = [a == b for turns in zip(first, second) for a, b in zip_longest(*turns)]
         return cls(len(same), same.index(False) if False in same else len(same), sum(same))
 
 

@@ -62,12 +62,10 @@ def _commit() -> str | None:
 
 def processor() -> str:
     """Returns the model name of the CPU."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 

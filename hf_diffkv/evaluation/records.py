@@ -134,11 +134,7 @@ def drop_incomplete_line(path: Path) -> None:
 
 
 def read_records(paths: list[Path]) -> list[Record]:
-    """Reads the records of several files; if several have the same key, the last one.
-
-    Raises:
-        EvaluationError: a file cannot be read, or is not a file of records.
-    """
+    """Reads the records of several files; if several have the same key, the last one. Raises `EvaluationError`."""
     found: dict[tuple, Record] = {}
     for path in paths:
         try:

@@ -52,12 +52,7 @@ def run(
     """Adds a record to `folder` for every method and document without a record of the same basis (`basis.bases_of`).
 
     Args:
-        model: loaded model.
-        methods: methods to run.
-        tasks: tasks with their documents.
-        folder: folder of the run.
         retry: whether to repeat documents that failed before.
-        quiet: whether to hide the progress bar.
     """
     bases = bases_of(model, methods)
     known = [record for record in folder.records() if record.method in bases]
@@ -77,13 +72,7 @@ def run(
 
 
 class _Runner:
-    """Measures methods on documents and keeps the records.
-
-    Args:
-        environment: environment of all records.
-        bases: bases of the records by the method's label.
-        bar: progress bar.
-    """
+    """Measures methods on documents and keeps the records, whose bases are given by the method's label."""
 
     def __init__(
         self,
@@ -121,14 +110,10 @@ class _Runner:
     def _measure(
         self, method: Method, task: Task, document: Document, dense: Record | None = None, expected: Any = None
     ) -> tuple[Record, Any]:
-        """Measures one method; a failure gives a record with an error.
+        """Returns a record of one method, with an error if it fails, and the task's observations.
 
         Args:
-            method, task, document: what to measure.
             dense, expected: record and observations of the dense cache; None for the dense cache itself.
-
-        Returns:
-            The record, and the task's observations.
         """
         self.bar.set_description(f"{document.name} {method.label}")
         key = _key(method, task, document)

@@ -16,8 +16,6 @@ class Session:
     """A model with one cache of a method, batch size 1.
 
     Args:
-        model: loaded model.
-        method: method of the cache.
         cache, ids: cache that has already seen the token ids `ids`; None makes an empty one.
     """
 
@@ -36,7 +34,6 @@ class Session:
         """Runs the model on further tokens.
 
         Args:
-            ids: token ids that follow the tokens seen.
             keep: number of last positions whose logits are returned.
 
         Returns:

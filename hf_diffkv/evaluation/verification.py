@@ -25,7 +25,6 @@ class Outcome:
     """Result of one method over all documents.
 
     Attributes:
-        name: name of the method.
         kl: mean KL(dense || method) of the next token, in nats.
         top1: share of positions with the same most likely token.
         bytes, dense_bytes: memory of the caches after the prompts.
@@ -39,7 +38,6 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """bytes / dense_bytes"""
         return self.bytes / self.dense_bytes
 
 
@@ -53,10 +51,6 @@ def measure(
     """Measures `method` on all documents, teacher-forced.
 
     Args:
-        model: loaded model.
-        name: name of the method in the result.
-        method: method to measure.
-        documents: documents with a continuation.
         expected: results of `follow` with the dense cache, document by document.
     """
     kl = top1 = count = 0.0

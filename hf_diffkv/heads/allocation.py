@@ -52,19 +52,11 @@ class Allocation:
         precisions: one precision for each compressed layer and KV head.
         ratio: bytes of a stored token over its bytes in the model's dtype, over all layers and heads.
         loss: predicted mean KL to the dense cache, in nats.
-        first: precision beside which layers of one precision are stored; None if they are alone.
     """
 
     precisions: tuple[tuple[Precision, ...], ...]
     ratio: float
     loss: float
-    first: Precision | None = None
-
-    @property
-    def pairs(self) -> int:
-        """Number of different pairs, with `first` where a layer has one precision, else in a pair that contains it."""
-        own = [frozenset(layer) for layer in self.precisions]
-        return len(_stores({kind | {self.first} if self.first and len(kind) == 1 else kind for kind in own}))
 
 
 def allocate(
@@ -80,7 +72,6 @@ def allocate(
     `highs`.
 
     Args:
-        sensitivity: measured loss of the heads.
         target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
             included.
         ladder: precisions to choose from; None takes `ladder_of` the model and ratio.
@@ -124,10 +115,8 @@ def check_ratio(
     """Raises `ValueError` for an invalid ratio, or one that the smallest precision of `ladder` does not reach.
 
     Args:
-        target_ratio: ratio to check.
         shapes: number of KV heads, key_dim and value_dim of each layer.
         element_bytes: bytes of an element of the model's dtype.
-        ladder: precisions to choose from.
     """
     as_ratio("target_ratio", target_ratio)
     precisions = [as_precision("ladder", each) for each in ladder]
@@ -204,11 +193,7 @@ class Loss:
 
 
 def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> tuple[Loss, ...]:
-    """Returns losses by rising bytes, at the ratios of the ladder's precisions; empty if heads were not measured.
-
-    Args:
-        calibration: calibration of a configuration.
-        ratios: further ratios.
+    """Returns losses by rising bytes, at `ratios` and those of the ladder; empty if heads were not measured.
 
     Raises:
         ValueError: the smallest precision does not reach a ratio.
@@ -217,33 +202,23 @@ def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> 
         return ()
     sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
     uniform = {ratio_of(name, calibration): name for name in ladder_of(sensitivity)}
-    points = []
-    for ratio in sorted({*uniform, *ratios}):
-        name, loss = uniform.get(ratio), allocate(sensitivity, ratio).loss
-        points.append(
-            Loss(ratio, loss, name, None if name is None else _uniform_loss(sensitivity, Precision.parse(name)))
-        )
-    return tuple(points)
+    return tuple(
+        one_for_all(uniform[ratio], calibration) if ratio in uniform else Loss(ratio, allocate(sensitivity, ratio).loss)
+        for ratio in sorted({*uniform, *ratios})
+    )
 
 
 def one_for_all(precision: Precision | str, calibration: Mapping[str, Any]) -> Loss:
     """Returns bytes and loss with one precision for all heads, and the loss of the best choice within these bytes.
-
-    Args:
-        precision: precision of all heads.
-        calibration: calibration with the measured loss of heads.
 
     Raises:
         ValueError: the bits were not measured.
     """
     sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
     chosen, ratio = as_precision("precision", precision), ratio_of(precision, calibration)
-    return Loss(ratio, allocate(sensitivity, ratio).loss, chosen.name, _uniform_loss(sensitivity, chosen))
-
-
-def _uniform_loss(sensitivity: Sensitivity, precision: Precision) -> float:
     heads = [(layer, head) for layer, shape in enumerate(sensitivity.shapes) for head in range(shape[0])]
-    return sum(sensitivity.loss(layer, head, precision) for layer, head in heads)
+    loss = sum(sensitivity.loss(layer, head, chosen) for layer, head in heads)
+    return Loss(ratio, allocate(sensitivity, ratio).loss, chosen.name, loss)
 
 
 @dataclass(frozen=True)
@@ -259,11 +234,6 @@ class _Solution:
     places: tuple[tuple[int, ...], ...]
     loss: float
     price: float = 0.0
-
-
-def _stores(kinds: set[frozenset]) -> set[frozenset]:
-    """Returns the kinds that are not a subset of another kind."""
-    return {kind for kind in kinds if not any(kind < other for other in kinds)}
 
 
 def _with_fewer(problem: _Problem, budget: int, found: _Solution, most: int) -> _Solution:
@@ -326,7 +296,8 @@ class _Problem:
 
     def stores(self, solution: _Solution) -> set[Kind]:
         """Returns the kinds that need a store each."""
-        kinds = _stores({self.kind_of(layer) for layer in solution.places})
+        kinds = {self.kind_of(layer) for layer in solution.places}
+        kinds = {kind for kind in kinds if not any(kind < other for other in kinds)}
         # a layer that has only that may be in the store of any pair with it
         alone = frozenset(self.highs[:1])
         return kinds - {alone} | {alone | {self.least}} if alone in kinds and alone else kinds
@@ -334,8 +305,7 @@ class _Problem:
     def allocation(self, solution: _Solution) -> Allocation:
         taken = sum(sizes[place] for sizes, places in zip(self.bytes, solution.places) for place in places)
         precisions = tuple(tuple(self.ladder[place] for place in places) for places in solution.places)
-        first = self.ladder[self.highs[0]] if self.highs else None
-        return Allocation(precisions, taken / self.dense_bytes, float(solution.loss), first)
+        return Allocation(precisions, taken / self.dense_bytes, float(solution.loss))
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
         """Minimises the loss within `budget` bytes of a token, with each layer's precisions from one of `kinds`."""
@@ -399,7 +369,6 @@ def _knapsack(options: list[dict[int, LayerChoice]], least: list[int], unit: int
     Args:
         options: loss and positions by bytes, for each layer.
         least: bytes of each layer's smallest option.
-        unit: bytes of a unit.
         room: units that may be taken in addition to the sum of `least`.
     """
     best = np.zeros(room + 1)

@@ -18,25 +18,17 @@ def harm_of(measured: Sensitivity, precise: Precision, final: Precision) -> Harm
     """Returns the predicted KL by which each head's loss grows; None if some bits were not measured.
 
     Groups were not measured; they change the loss of all heads alike, and so are left out.
-
-    Args:
-        precise: precision before lowering.
-        final: precision after lowering.
     """
     precise, final = (replace(each, k_groups=1, v_groups=1) for each in (precise, final))
     if precise == final:
         return tuple((0.0,) * shape[0] for shape in measured.shapes)
-    if not _known(measured, final):
+    if not measured.knows(final):
         return None
     # bits that were not measured are more than those that were, and lose next to nothing
-    known = _known(measured, precise)
+    known = measured.knows(precise)
 
     def growth(layer: int, head: int) -> float:
         before = measured.loss(layer, head, precise) if known else 0.0
         return max(0.0, measured.loss(layer, head, final) - before)
 
     return tuple(tuple(growth(layer, head) for head in range(s[0])) for layer, s in enumerate(measured.shapes))
-
-
-def _known(measured: Sensitivity, precision: Precision) -> bool:
-    return precision.k_bits in {16, *measured.key_errors} and precision.v_bits in {16, *measured.value_errors}

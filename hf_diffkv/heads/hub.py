@@ -142,7 +142,6 @@ def push(
     """Uploads a configuration in one commit to a repository of the Hub, which is made if missing.
 
     Args:
-        text: text of the configuration's file.
         repo_id: "owner/name" of the repository.
         queries: file with the moments of the model's queries to upload with it, or None.
 

@@ -124,7 +124,7 @@ def queries_path(digest: str) -> Path:
 def tell_of_calibration(model: Any) -> None:
     """Suggests once, for each model whose weights can be identified, to measure its heads to save memory."""
     if weights_known(model):
-        _tell(
+        _tell_how(
             model,
             "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model "
             "%s` measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
@@ -133,29 +133,23 @@ def tell_of_calibration(model: Any) -> None:
 
 def tell_of_queries(model: Any) -> None:
     """Suggests once, for each loaded model, to measure its queries to lose less."""
-    _tell(
+    _tell_how(
         model,
         "the queries of %s have not been measured, so generated keys are rounded to the nearest code: run `hf-diffkv "
         "calibrate --model %s` again, which measures them as well (docs/calibration.md).",
     )
 
 
-def _tell(model: Any, text: str) -> None:
+def _tell_how(model: Any, text: str) -> None:
     name = loaded_from(model)
-    if name and (name, text) not in _told:
-        _told.add((name, text))
-        _logger.warning(text, name, shlex.quote(name))
+    if name:
+        _tell(text, name, shlex.quote(name))
 
 
-def _tell_of_relative(model: Any, path: Path) -> None:
-    name = loaded_from(model) or "this model"
-    if (name, path) not in _told:
-        _told.add((name, path))
-        _logger.warning(
-            "the heads of %s have not been measured, but its normalisation weights are nearly those of a measured "
-            "model, so that one's measurements are used: %s (docs/calibration.md).",
-            *(name, path),
-        )
+def _tell(text: str, *values: Any) -> None:
+    if (text, *values) not in _told:
+        _told.add((text, *values))
+        _logger.warning(text, *values)
 
 
 def _lookup(model: Any, identity: Identity, suffix: str) -> Path | None:
@@ -168,7 +162,11 @@ def _lookup(model: Any, identity: Identity, suffix: str) -> Path | None:
         return None
     path, distance = best
     if distance > SAME:
-        _tell_of_relative(model, path)
+        _tell(
+            "the heads of %s have not been measured, but its normalisation weights are nearly those of a measured "
+            "model, so that one's measurements are used: %s (docs/calibration.md).",
+            *(loaded_from(model) or "this model", path),
+        )
     return path
 
 

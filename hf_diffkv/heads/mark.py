@@ -49,7 +49,6 @@ class Mark:
         """Computes the mark of a model.
 
         Args:
-            model_config: configuration of the model.
             norms: normalisation weights by name (`heads.weights.norms_of`), with data.
 
         Returns:

@@ -97,14 +97,7 @@ class QueryMoments:
 
     @torch.inference_mode(False)
     def feedback(self, heads: int, key_dim: int, rotate: bool, device: torch.device) -> Tensor:
-        """Returns `ModelFeedback.matrix` for layers of this head shape; computed once per device.
-
-        Args:
-            heads: number of KV heads per layer.
-            key_dim: elements of a key.
-            rotate: whether keys are held rotated.
-            device: device of the result.
-        """
+        """Returns `ModelFeedback.matrix` for layers of this head shape, rotated or not; computed once per device."""
         key = heads, key_dim, rotate, device
         if key not in self._feedback:
             matrix = rotation_matrix(key_dim, torch.float64, torch.device("cpu")) if rotate else None

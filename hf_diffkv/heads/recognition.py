@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ def identity_of(model: Any) -> Identity:
 
 
 def _states_of(model: Any) -> list[Any]:
-    """Returns values that change when a parameter is written to or gets other memory; reads no elements."""
+    """Returns the states of all parameters, without reading elements."""
     states: list[Any] = []
     # `parameters()` takes ten times as long, and every new cache waits for this
     modules = [model]
@@ -67,11 +66,12 @@ def _states_of(model: Any) -> list[Any]:
         modules.extend(child for child in module._modules.values() if child is not None)
         for parameter in module._parameters.values():
             if parameter is not None:
-                states.append(_state_of(parameter))
+                states.append(state_of(parameter))
     return states
 
 
-def _state_of(parameter: Any) -> Any:
+def state_of(parameter: Any) -> Any:
+    """Returns a value that changes when a parameter is written to or gets other memory."""
     try:
         return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
     except RuntimeError:
@@ -92,7 +92,6 @@ def marks_in(folder: Path, suffix: str) -> list[tuple[Path, Mark]]:
     """Returns the files of measurements in a folder with their marks, newest first, without files that have no mark.
 
     Args:
-        folder: folder to search.
         suffix: ".json" for losses of heads, ".safetensors" for moments of queries.
     """
     try:
@@ -109,12 +108,8 @@ def marks_in(folder: Path, suffix: str) -> list[tuple[Path, Mark]]:
 
 def nearest(mark: Mark, known: Iterable[tuple[Path, Mark]]) -> tuple[Path, float] | None:
     """Returns the first file with the nearest mark and its distance; None if none belongs to a relative."""
-    best: tuple[Path, float] | None = None
-    for path, other in known:
-        distance = mark.distance(other)
-        if distance <= RELATIVE and distance < (math.inf if best is None else best[1]):
-            best = path, distance
-    return best
+    distances = ((path, mark.distance(other)) for path, other in known)
+    return min((each for each in distances if each[1] <= RELATIVE), key=lambda each: each[1], default=None)
 
 
 def loaded_from(model: Any) -> str:

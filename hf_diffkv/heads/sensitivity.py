@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..precision import Precision
-from ..replacing import replacing
+from ..replacing import save_text
 from .mark import Mark
 from .recognition import MARK_KEY
 
@@ -95,8 +95,8 @@ class Sensitivity:
         return total
 
     def knows(self, precision: Precision) -> bool:
-        """Returns whether the bits of a precision were measured."""
-        return precision.k_bits in self.key_errors and precision.v_bits in self.value_errors
+        """Returns whether the loss at the bits of a precision is known: they were measured, or are 16."""
+        return precision.k_bits in {16, *self.key_errors} and precision.v_bits in {16, *self.value_errors}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON without the mark, numbers to four significant digits."""
@@ -129,8 +129,7 @@ class Sensitivity:
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file, with the mark if there is one. Raises `OSError`."""
         values = self.to_dict() | ({} if self.mark is None else {MARK_KEY: self.mark.to_dict()})
-        with replacing(path) as new:
-            new.write_text(json.dumps(values, sort_keys=True) + "\n")
+        save_text(json.dumps(values, sort_keys=True) + "\n", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Sensitivity:

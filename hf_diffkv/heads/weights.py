@@ -55,7 +55,6 @@ def norms_in_files(model: Any, folder: Path) -> dict[str, Any] | None:
 
     Args:
         model: model, which may be on the meta device.
-        folder: folder of the files.
 
     Returns:
         Weights by name; None if the files do not have all of them with their shapes.
@@ -99,7 +98,6 @@ def files_digest(model: Any, folder: Path) -> str | None:
 
     Args:
         model: model, which may be on the meta device.
-        folder: folder of the files.
 
     Returns:
         The digest; None if the files do not have all parameters with their names and shapes.

@@ -6,7 +6,7 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from ..extras import install
 from ..replacing import replacing
@@ -48,7 +48,7 @@ class Picture:
         return data.getvalue()
 
 
-def new_figure(width: float, height: float, **layout: Any) -> Figure:
+def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
     """Creates a white figure of `width` by `height` inches, independent of Matplotlib's windows and global state.
 
     Raises:
@@ -60,7 +60,7 @@ def new_figure(width: float, height: float, **layout: Any) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"plots need matplotlib: {install('plot')}") from error
-    figure = Figure(figsize=(width, height), facecolor=PAPER, **{"layout": "constrained", **layout})
+    figure = Figure(figsize=(width, height), facecolor=PAPER, layout=layout)
     FigureCanvasAgg(figure)
     return figure
 

@@ -15,8 +15,6 @@ def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -
     no offsets, decode each token instead.
 
     Args:
-        tokenizer: tokenizer of the model.
-        text: text to split.
         add_special_tokens: False if the text already contains them, as with chat templates.
     """
     encoded = tokenizer(

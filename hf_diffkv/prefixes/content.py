@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat import with_parts
 from .tokens import DIGEST_BYTES, digests
 
 # outputs of a processor that have an entry per token, and so change with every turn
@@ -36,7 +37,6 @@ class ContentKeys:
         Args:
             ids: int64 [tokens].
             content: outputs of the processor besides the ids; empty if there is no content, None if unknown.
-            lengths: lengths of prefixes.
 
         Raises:
             ValueError: `ids` have placeholders, and `content` is None.
@@ -104,9 +104,6 @@ def _both(tokens: str, content: bytes) -> str:
 
 def _placeholders(config: Any) -> Iterator[int]:
     """Yields the ids of placeholders in a configuration and its parts."""
-    for name, value in vars(config).items():
+    for name, value in (each for part in with_parts(config) for each in vars(part).items()):
         if _PLACEHOLDER.search(name) and value is not None:
             yield from value if isinstance(value, (list, tuple)) else [value]
-    for name in config.sub_configs:
-        if getattr(config, name, None) is not None:
-            yield from _placeholders(getattr(config, name))

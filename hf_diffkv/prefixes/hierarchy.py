@@ -23,7 +23,6 @@ class Entry:
     """Data of a prefix that do not depend on its tier.
 
     Attributes:
-        length: number of tokens.
         used: time of the last use, in nanoseconds.
         score: number of announced and running requests for it (CaR).
         hits: number of lookups that it answered.
@@ -42,7 +41,6 @@ class Hierarchy:
     do not fit into a tier move to the next one.
 
     Args:
-        memory: memory tiers.
         folder: tier after them, or None.
         fingerprint: beginning of the names in the folder that can be used; others only take room there.
 
@@ -72,10 +70,7 @@ class Hierarchy:
             )
         try:
             with folder.exclusive():
-                sizes = folder.sizes()
-                ranks = {name: self.rank(name) for name in sizes}
-                missing = sum(sizes.values()) - folder.limit
-                folder.remove(choose_victims(ranks, sizes, Rank(1, 0), missing) or ())
+                folder.remove(self.victims(folder, Rank(1, 0), 0) or ())
         except OSError as error:
             self.note_fault("the folder of prefixes cannot be written, they can only be read", error)
 
@@ -139,20 +134,14 @@ class Hierarchy:
             found[self.folder.name] = {name: self.folder.size(name) for name in self._listed(self.folder)}
         return found
 
-    def victims(self, tier: PrefixTier, name: str, cost: int) -> list[str] | None:
-        """Chooses the prefixes to evict from a tier for `cost` bytes of a prefix; None if the prefix may not enter."""
+    def victims(self, tier: PrefixTier, rank: Rank, cost: int) -> list[str] | None:
+        """Chooses prefixes to evict from a tier for `cost` bytes of one of rank `rank`; None if it may not enter."""
         sizes = tier.sizes()
         ranks = {held: self.rank(held) for held in sizes}
-        return choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
+        return choose_victims(ranks, sizes, rank, sum(sizes.values()) + cost - tier.limit)
 
     def note_fault(self, message: str, error: OSError, say: Callable[[str], None] | None = None) -> None:
-        """Counts an error with files, and reports each kind once, as a full disk would repeat it.
-
-        Args:
-            message: beginning of the report.
-            error: the error.
-            say: function that reports; None warns.
-        """
+        """Counts an error with files, and says or warns of each kind once, as a full disk would repeat it."""
         self.disk_errors += 1
         if (message, error.errno) not in self._warned:
             self._warned.add((message, error.errno))
@@ -209,7 +198,7 @@ class Hierarchy:
                 if tier.holds(name):
                     # another process was faster
                     return True
-                victims = self.victims(tier, name, cost)
+                victims = self.victims(tier, self.rank(name), cost)
                 if victims is None:
                     return False
                 self._demote(depth, victims)
@@ -252,26 +241,22 @@ class Requests:
         self._window: list[tuple[str, Entry | None]] = []
         self._running: weakref.WeakKeyDictionary[DiffKVCache, weakref.finalize] = weakref.WeakKeyDictionary()
         # prefixes of ended requests; scores are changed later, as a cache may be garbage-collected at any moment
-        self._finished: deque[list[Entry]] = deque()
+        self._finished: deque[list[Entry | None]] = deque()
 
     def announce(self, window: list[tuple[str, Entry | None]]) -> None:
         """Replaces the look-ahead window."""
         # one at a time, so that the window has what counts where this is interrupted
         while self._window:
-            for entry in _entries([self._window.pop()]):
-                entry.score -= 1
+            _add_to_score(self._window.pop()[1], -1)
         for one in window:
             self._window.append(one)
-            for entry in _entries([one]):
-                entry.score += 1
+            _add_to_score(one[1], 1)
 
     def dispatch(self, prompt: str, entry: Entry | None, cache: DiffKVCache) -> None:
         """Notes that the request named `prompt` runs with `cache`, on the prefix `entry`."""
-        raised = _entries([(prompt, entry)])
-        for one in raised:
-            one.score += 1
+        _add_to_score(entry, 1)
         place = next((i for i, (announced, _) in enumerate(self._window) if announced == prompt), None)
-        raised += [] if place is None else _entries([self._window.pop(place)])
+        raised = [entry] if place is None else [entry, self._window.pop(place)[1]]
         finalizer = weakref.finalize(cache, self._finished.append, raised)
         finalizer.atexit = False
         self._running[cache] = finalizer
@@ -287,8 +272,9 @@ class Requests:
         """Takes back the scores of ended requests."""
         while self._finished:
             for entry in self._finished.popleft():
-                entry.score -= 1
+                _add_to_score(entry, -1)
 
 
-def _entries(window: list[tuple[str, Entry | None]]) -> list[Entry]:
-    return [entry for _, entry in window if entry is not None]
+def _add_to_score(entry: Entry | None, change: int) -> None:
+    if entry is not None:
+        entry.score += change

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +30,7 @@ BYTES_PER_TENSOR = 256
 
 
 class Rank(NamedTuple):
-    """Rank of a prefix; the lowest is evicted first.
-
-    CaR's score counts the announced and running requests for a prefix. Among equal scores the one used longest ago is
-    the lowest.
-    """
+    """Rank of a prefix; the lowest is evicted first: the lowest score (`Requests`), then the one used longest ago."""
 
     score: int
     used: int
@@ -42,12 +38,6 @@ class Rank(NamedTuple):
 
 def choose_victims(ranks: dict[str, Rank], sizes: dict[str, int], rank: Rank, missing: float) -> list[str] | None:
     """Chooses the prefixes to evict, lowest rank first, to free `missing` bytes for a prefix of rank `rank`.
-
-    Args:
-        ranks: ranks of the held prefixes by name.
-        sizes: bytes of the held prefixes by name.
-        rank: rank of the new prefix.
-        missing: bytes to free.
 
     Returns:
         Names to evict; None if prefixes of lower rank do not hold enough bytes, so that the new one may not enter.
@@ -67,7 +57,6 @@ class MemoryTier:
     """Snapshots in the memory of a device, or of the host.
 
     Args:
-        name: name of the tier.
         limit: bytes it may hold.
         device: device of the tier's snapshots, unless `to_host`.
         to_host: whether to move snapshots to page-locked memory of the host, from which they load fast.
@@ -84,10 +73,6 @@ class MemoryTier:
     def size(self, name: str) -> int:
         """Returns the bytes of a prefix in this tier."""
         return self._held[name].bytes
-
-    def used(self, name: str) -> int:
-        """Returns 0: the store keeps the times of use."""
-        return 0
 
     def holds(self, name: str) -> bool:
         return name in self._held
@@ -193,11 +178,9 @@ class FolderTier:
 
     def note_use(self, name: str, used: int) -> None:
         """Records for all processes that a prefix was used at `used`, if it is here."""
-        try:
+        # at worst it is evicted too early
+        with suppress(OSError):
             os.utime(self.folder / name, ns=(used, used))
-        except OSError:
-            # at worst it is evicted too early
-            return
 
     def holds(self, name: str) -> bool:
         # unlike Path.is_dir it is False for what may not be read

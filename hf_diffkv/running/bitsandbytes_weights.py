@@ -16,11 +16,6 @@ def quantization_config(weights: str, dtype: torch.dtype, device: str) -> Any:
 
     Products with weights of 4 bits are computed in the dtype of the model. In float32, which is Transformers' choice,
     they take longer, but for CPUs that have no instructions for the dtype.
-
-    Args:
-        weights: one of `models.WEIGHTS`.
-        dtype: dtype of the model.
-        device: device of the model.
     """
     from bitsandbytes.functional import has_avx512bf16
     from transformers import BitsAndBytesConfig

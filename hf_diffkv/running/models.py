@@ -100,7 +100,6 @@ def load_model(
         name: Hub id, folder or short name.
         dtype: "auto" or the name of a PyTorch dtype.
         device: device of the model; None takes a GPU if there is one.
-        quiet: whether to hide Transformers' progress bars.
         weights: one of `WEIGHTS`, or None for the weights as saved.
 
     Raises:
@@ -125,7 +124,6 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
     Args:
         path: folder or Hub id.
         dtype: "auto" or the name of a PyTorch dtype.
-        device: device of the model.
         weights: one of `WEIGHTS`, for which bitsandbytes quantises the weights while they are loaded; None keeps them.
             With "4bit" a large output head on a CPU gets 4 bits as well (output_head.py).
 

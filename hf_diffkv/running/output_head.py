@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..heads.recognition import state_of
+
 # logits computed by exact weights; more hardly change the distribution (docs/notes/quality-studies.md)
 CANDIDATES = 1024
 # in a smaller vocabulary there is little to save
@@ -27,9 +29,6 @@ class FourBitHead(nn.Linear):
 
     Its parameters are those of the head that it replaces, so tied embeddings stay tied and saved models stay the same.
     Several hidden states at once, gradients and other devices take the exact weights.
-
-    Args:
-        head: output head of a model.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -43,18 +42,14 @@ class FourBitHead(nn.Linear):
         parts = self.weight.detach().split(PART_ROWS)
         # within a tuple they are no modules of the model, which saves and moves exact weights alone
         self._rough = tuple(map(_in_4_bits, parts))
-        self._made_from = self._state()
-
-    def _state(self) -> tuple[int, int]:
-        weight = self.weight
-        return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        self._made_from = state_of(self.weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns logits, [..., vocabulary], of hidden states [..., in_features]."""
         one = hidden_states.numel() == self.in_features and hidden_states.device.type == "cpu"
         if not one or self.training or hidden_states.requires_grad or torch.compiler.is_compiling():
             return super().forward(hidden_states)
-        if self._state() != self._made_from:
+        if state_of(self.weight) != self._made_from:
             self._quantise()
         logits = torch.cat([part(hidden_states) for part in self._rough], dim=-1)[..., : self.out_features]
         if self.bias is not None:

@@ -21,7 +21,6 @@ class PeakMemory:
     Elsewhere it is the resident memory of the whole process, so the measurement needs a separate process.
 
     Attributes:
-        device: device that is measured.
         base: bytes at the start; None if the platform cannot tell.
         source: description of the kind of measurement.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.errors import EvaluationError
-from ..replacing import replacing
+from ..replacing import save_text
 
 TALK_NAME = "talk.json"
 
@@ -16,8 +16,7 @@ TALK_NAME = "talk.json"
 def write_talk(folder: Path, model: str, ids: Sequence[int], first: str | None) -> None:
     """Writes the token ids of a conversation, the last one included, and its first message."""
     state = {"model": model, "ids": list(ids), "first": first}
-    with replacing(folder / TALK_NAME) as new:
-        new.write_text(json.dumps(state) + "\n", encoding="utf-8")
+    save_text(json.dumps(state) + "\n", folder / TALK_NAME)
 
 
 def read_talk(folder: Path) -> dict[str, Any]:

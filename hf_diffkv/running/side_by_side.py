@@ -83,7 +83,6 @@ class Job:
         picture: path of a plot of the levels; None for no plot.
         stream: whether to print the text to stdout while it is generated.
         echo: whether to also print the user's text; else newlines separate the answers.
-        quiet: whether to hide the progress bar.
         start: `ids` and `first` of a conversation to continue, as in `Talk`; empty to begin one.
         load_cache: folder of a saved cache that has seen these ids (DiffKV only; others read them again).
         save_cache: folder to save the cache and the conversation to (DiffKV only).
@@ -202,12 +201,7 @@ def _ending_with_us() -> Iterator[None]:
 
 
 def execute_here(job: Job) -> FinishedRun:
-    """Runs `job` in this process.
-
-    Raises:
-        RunError: the run failed for a reason that a user can act on.
-        BrokenPipeError: nobody reads stdout any more.
-    """
+    """Runs `job` in this process. Raises the errors of `run_in_fresh_process`."""
     try:
         return execute(job)
     except BrokenPipeError:

@@ -21,8 +21,6 @@ def chat_turns(tokenizer: Any, messages: Sequence[str], system: str | None = Non
     Special tokens are written out, so the text must be tokenised without adding any.
 
     Args:
-        tokenizer: tokenizer with a chat template.
-        messages: user messages.
         system: system message that comes first; None leaves it to the template.
 
     Raises:
@@ -47,7 +45,6 @@ class Talk:
     """A conversation with a model on one cache, turn by turn.
 
     Args:
-        model, tokenizer: loaded model and its tokenizer.
         cache: empty cache, or one that has seen all of `ids` but the last.
         chat: whether turns are messages for the tokenizer's chat template, instead of text to continue.
         system: system message of a chat (`chat_turns`).
@@ -85,10 +82,6 @@ class Talk:
         """Returns the token ids that the model generates after the turn `text`.
 
         After an error the conversation is unchanged. It cannot go on if the cache `is_ahead` of it.
-
-        Args:
-            text: text or message of the user.
-            options: options of `generate()`.
 
         Raises:
             ValueError: raised by `chat_turns`, or by `generate()`.

@@ -73,7 +73,7 @@ def test_dense_bytes_and_weights_are_those_of_the_model(name: str) -> None:
     assert 0 <= fixed <= 64
     assert shape.dense_bytes(TOKENS) - fixed == pytest.approx(tensor_bytes(cache, window), rel=0.02 if window else 0)
     assert shape.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert shape.num_compressed == len(DiffKVCache(config).compressed_layers()) == (2 if window else 4)
+    assert len(shape.compressed) == len(DiffKVCache(config).compressed_layers()) == (2 if window else 4)
     assert shape.limit == 512
 
 

@@ -366,9 +366,9 @@ def test_env_names_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    from hf_diffkv.commands.options import Bytes
+    from hf_diffkv.commands.options import SIZE_TYPE
 
-    assert Bytes().convert(text, None, None) == size
+    assert SIZE_TYPE.convert(text, None, None) == size
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -55,8 +56,9 @@ def every_choice(given: Sensitivity, names: tuple[str, ...]) -> Iterator[tuple[f
         yield sum(size[name] for _, _, name in flat) / dense, sum(loss(*each) for each in flat), choice
 
 
-def pairs_of(choice: tuple) -> int:
-    kinds = {frozenset(layer) for layer in choice}
+def pairs_of(choice: tuple, *first: Any) -> int:
+    """Different pairs, with `first` where a layer has one precision."""
+    kinds = {frozenset((*layer, *first)) if len({*layer}) == 1 else frozenset(layer) for layer in choice}
     return sum(not any(kind < other for other in kinds) for kind in kinds)
 
 
@@ -101,7 +103,7 @@ def test_no_better_final_precisions_exist(heads: tuple[int, ...], highs: tuple[s
         assert own[1] == pytest.approx(least, rel=1e-9) and found.loss == pytest.approx(own[1])
         assert found.ratio == pytest.approx(own[0]) and found.ratio <= ratio
         few = allocate(given, ratio, ladder, 2, highs)
-        assert few.pairs <= 2 and few.ratio <= ratio
+        assert pairs_of(few.precisions, Precision.parse(highs[0])) <= 2 and few.ratio <= ratio
 
 
 @pytest.mark.parametrize("most", [2, 3])
@@ -112,7 +114,7 @@ def test_few_pairs_cost_little_more_than_the_best_few(most: int) -> None:
         choices = [(taken, loss) for taken, loss, choice in every_choice(given, ladder) if pairs_of(choice) <= most]
         for ratio in (0.18, 0.22, 0.27):
             found = allocate(given, ratio, ladder, most)
-            assert found.pairs <= most and found.ratio <= ratio
+            assert pairs_of(found.precisions) <= most and found.ratio <= ratio
             assert found.loss <= 1.1 * min(loss for taken, loss in choices if taken <= ratio)
 
 
@@ -129,7 +131,8 @@ def test_models_of_many_heads(heads: int) -> None:
         free, six, four = (allocate(given, ratio, most_pairs=most) for most in (None, 6, 4))
         for found in (free, six, four):
             check(found, heads, ratio)
-        assert free.loss <= six.loss <= four.loss and six.pairs <= 6 and four.pairs <= 4
+        assert free.loss <= six.loss <= four.loss
+        assert pairs_of(six.precisions) <= 6 and pairs_of(four.precisions) <= 4
         assert ratio - six.ratio < 0.02
         losses.append(six.loss)
     assert losses == sorted(losses, reverse=True)
@@ -142,12 +145,6 @@ def test_one_precision_for_all_is_no_better() -> None:
         uniform = sum(given.loss(layer, head, Precision.parse(name)) for layer in range(10) for head in range(3))
         assert allocate(given, ratio).loss <= uniform
     assert allocate(given, 1.0).precisions == ((Precision(6, 5),) * 3,) * 10
-
-
-def test_pairs_of_layers_of_one_precision() -> None:
-    high, low, other = Precision(5, 4), Precision(3, 2), Precision(4, 3)
-    assert Allocation(((high, low), (high, high), (low, low)), 0.2, 0.1).pairs == 1
-    assert Allocation(((high, low), (high, high), (other, other)), 0.2, 0.1).pairs == 2
 
 
 def test_what_cannot_be_met() -> None:

@@ -39,7 +39,7 @@ def test_planned_bytes(name: str, layers: int, dims: tuple[int, int]) -> None:
     """From the published configuration alone: a row of 576 elements for each layer."""
     config = CONFIG_MAPPING[name](dtype=torch.bfloat16)
     shape = ModelShape.of(config, name)
-    assert shape.num_compressed == len(shape.layers) == layers
+    assert len(shape.compressed) == len(shape.layers) == layers
     assert {(layer.num_key_value_heads, layer.key_dim, layer.value_dim) for layer in shape.layers} == {(1, *dims)}
     tokens = 32768
     assert shape.dense_bytes(tokens) == tokens * layers * sum(dims) * 2

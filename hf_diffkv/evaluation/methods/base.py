@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...compat import is_stateful
-from ..errors import EvaluationError
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,6 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r})"
-
-
-def without_options(family: str, build: Callable[[], Method], options: list[str]) -> Method:
-    """Makes a method that has no options. Raises `EvaluationError` if there are any."""
-    if options:
-        raise EvaluationError(f"method {family!r} has no options.")
-    return build()
 
 
 def branched(layer: Any) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 from ...compat import attention_of
 from ...config import DiffKVConfig
 from ...config.files import removed_field
-from ...config.presets import PRESETS
+from ...config.presets import PRESETS, one_level
 from ...heads.allocation import TARGET_RATIO
 from ...heads.lookup import queries_of
 from ...policy import POLICIES
@@ -110,13 +110,12 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
     for option in options:
         levels = re.fullmatch(rf"({PRECISION_NAME.pattern})/({PRECISION_NAME.pattern})", option)
         alphas = re.fullmatch(rf"({DECIMAL})/({DECIMAL})", option)
-        if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
+        if option in ("lossless", "paper"):
             base = option
         elif option in PRESETS:
             fields[PRESET] = option
         elif PRECISION_NAME.fullmatch(option):
-            precision = Precision.parse(option)
-            fields |= {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
+            fields |= one_level(Precision.parse(option))
         elif levels:
             fields |= {"high": Precision.parse(levels[1]), "low": Precision.parse(levels[6])}
         elif alphas:

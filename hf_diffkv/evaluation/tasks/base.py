@@ -21,8 +21,6 @@ class Metric:
 
     Attributes:
         name: key in a record's metrics.
-        title: title of the column.
-        higher_is_better: whether higher figures are better.
         transform: function from the mean to the figure.
         digits: number of decimals; None shows a count, `sum of weight`.
     """
@@ -45,11 +43,7 @@ class Source:
     """Settings from which documents are made.
 
     Attributes:
-        tokenizer: tokenizer of the model.
-        count: number of documents.
         length: number of tokens of a prompt; None takes the task's own.
-        seed: seed of all random draws.
-        limit: maximum number of tokens of the model; None if unknown.
         max_new_tokens: number of tokens that a task generates; None takes the task's own.
     """
 
@@ -57,7 +51,6 @@ class Source:
     count: int
     length: int | None = None
     seed: int = 0
-    limit: int | None = None
     max_new_tokens: int | None = None
 
 
@@ -82,7 +75,6 @@ class Task(ABC):
 
         Args:
             session: session with an empty cache.
-            document: document to measure.
             reference: observations of this document with the dense cache; None for the dense cache itself.
 
         Returns:

@@ -90,12 +90,6 @@ def rng_for(source: Source, task: str, index: int) -> random.Random:
 def hide_facts(source: Source, rng: random.Random, facts: Sequence[str], *, ordered: bool) -> tuple[int, ...]:
     """Returns token ids of about `source.length` tokens of filler with `facts` at random places.
 
-    Args:
-        source: settings of the document.
-        rng: random generator of the document.
-        facts: sentences to insert.
-        ordered: whether the facts keep their order.
-
     Raises:
         EvaluationError: the facts alone are longer.
     """

@@ -45,8 +45,6 @@ def stretches(
 
     Args:
         pieces: texts, of which no more are read than needed.
-        tokenizer: tokenizer of the model.
-        count: number of documents.
         length, continued: number of tokens of each prompt, and of its continuation.
         remedy: advice in the error for a text that is too short.
 

@@ -9,7 +9,7 @@ import click
 
 from hf_diffkv.commands.console import Command, Failure, one_line, progress
 from hf_diffkv.commands.models import supported_config
-from hf_diffkv.commands.options import AtLeast, Budget, choice_of, model_option, preset_options
+from hf_diffkv.commands.options import BUDGET_TYPE, AtLeast, choice_of, model_option, preset_options
 from hf_diffkv.extras import install
 from hf_diffkv.running.models import SMALLEST_MODEL
 
@@ -21,9 +21,9 @@ from hf_diffkv.running.models import SMALLEST_MODEL
     "much memory both hold, and what the setting keeps in every head. Needs gradio (extra `demo`). Ctrl-C ends it.",
 )
 @model_option(default=None, show_default="smollm2, or tiny-lm if that is not available")
-@click.option("--port", metavar="N", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
+@click.option("--port", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
 @preset_options
-@click.option("--max-bytes", type=Budget(), help="Budget of every setting's cache, e.g. 2MB, or 1% of what is free.")
+@click.option("--max-bytes", type=BUDGET_TYPE, help="Budget of every setting's cache, e.g. 2MB, or 1% of what is free.")
 def command(
     model: str | None, port: int | None, preset: str | None, ratio: float | None, max_bytes: int | str | None
 ) -> None:

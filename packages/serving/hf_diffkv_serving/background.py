@@ -202,7 +202,7 @@ class Background:
         cost = folder.cost(snapshot)
         # `entries` may not change before the store is locked
         with folder.exclusive():
-            victims = [] if folder.holds(name) else tiers.victims(folder, name, cost)
+            victims = [] if folder.holds(name) else tiers.victims(folder, tiers.rank(name), cost)
             if victims is not None and not folder.holds(name):
                 folder.remove(victims)
                 folder.put(name, snapshot, used)

@@ -16,12 +16,13 @@ from hf_diffkv.commands.console import Command, Failure, megabytes, one_line, pa
 from hf_diffkv.commands.generate import SAMPLING
 from hf_diffkv.commands.models import load_tokenizer, position_limit, supported_config, usable_device
 from hf_diffkv.commands.options import (
+    BUDGET_TYPE,
+    PATH_TYPE,
+    SIZE_TYPE,
     AtLeast,
     Between,
-    Budget,
-    Bytes,
     ConfigChoice,
-    NonEmptyPath,
+    Parsed,
     chain,
     choice_of,
     config_before,
@@ -33,6 +34,7 @@ from hf_diffkv.commands.options import (
     running_options,
 )
 from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.config.checks import bytes_in
 from hf_diffkv.config.until_full import PRECISE
 
 # of the budget, what prefixes get beside it where nothing is said
@@ -51,9 +53,7 @@ server_options = chain(
     click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, help="0: any that is free."),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: MODEL]"),
     click.option("--cors", is_flag=True, help="Accept requests from web pages of any origin."),
-    click.option(
-        "--replicas", metavar="N", type=AtLeast(), help="Servers that Ray starts on its cluster, instead of one here."
-    ),
+    click.option("--replicas", type=AtLeast(), help="Servers that Ray starts on its cluster, instead of one here."),
 )
 
 operation_options = chain(
@@ -61,8 +61,8 @@ operation_options = chain(
         "--api-key", metavar="KEY", envvar=API_KEY, help=f"Key that clients must send.  [default: ${API_KEY}]"
     ),
     click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
-    click.option("--max-queue", metavar="N", type=AtLeast(0), help="Most requests that wait; others get 429."),
-    click.option("--max-body", type=Bytes(), default="16MB", show_default=True, help="Of a request; more gets 413."),
+    click.option("--max-queue", type=AtLeast(0), help="Most requests that wait; others get 429."),
+    click.option("--max-body", type=SIZE_TYPE, default="16MB", show_default=True, help="Of a request; more gets 413."),
     click.option("--timeout", metavar="S", type=Between(0, min_open=True), help="Most seconds of an answer."),
     click.option("--grace", metavar="S", type=Between(0), default=30, help="Seconds to finish when stopped."),
     click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="json: one object per line."),
@@ -73,7 +73,7 @@ operation_options = chain(
 memory_options = chain(
     click.option(
         "--max-bytes",
-        type=Budget(),
+        type=BUDGET_TYPE,
         help="Budget of all requests, e.g. 8GB, or 80% of what is free.  [default: --memory-share]",
     ),
     click.option(
@@ -88,32 +88,26 @@ memory_options = chain(
         type=Between(0, 1, min_open=True),
         help="Budget as a share of the memory that is free once the model is loaded.  [default: 0.9; 0.6 on a CPU]",
     ),
-    click.option(
-        "--max-requests", metavar="N", type=AtLeast(), help="Most in flight.  [default: as the budget allows]"
-    ),
-    click.option(
-        "--max-length", metavar="N", type=AtLeast(2), help="Most tokens of a request.  [default: the model's]"
-    ),
-    click.option("--max-batch-tokens", metavar="N", type=AtLeast(), help="Most tokens of a forward.  [default: 8192]"),
+    click.option("--max-requests", type=AtLeast(), help="Most in flight.  [default: as the budget allows]"),
+    click.option("--max-length", type=AtLeast(2), help="Most tokens of a request.  [default: the model's]"),
+    click.option("--max-batch-tokens", type=AtLeast(), help="Most tokens of a forward.  [default: 8192]"),
 )
 
 prefix_options = chain(
     click.option(
         "--prefix-bytes",
-        type=Bytes(least=0),
+        type=Parsed("SIZE", lambda text: bytes_in(text, least=0)),
         help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]",
     ),
-    click.option(
-        "--prefix-folder", metavar="FOLDER", type=NonEmptyPath(), help="For prefixes that memory has no room for."
-    ),
-    click.option("--prefix-folder-bytes", type=Bytes(), help="Most bytes of its files.  [default: no limit]"),
+    click.option("--prefix-folder", type=PATH_TYPE, help="For prefixes that memory has no room for."),
+    click.option("--prefix-folder-bytes", type=SIZE_TYPE, help="Most bytes of its files.  [default: no limit]"),
 )
 
 choice_options = chain(
     click.option("--greedy", is_flag=True, help="Always take the likeliest token."),
     click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="Of drawn tokens."),
     click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="Draw from this share."),
-    click.option("--top-k", metavar="N", type=AtLeast(), help="Draw from the N likeliest tokens."),
+    click.option("--top-k", type=AtLeast(), help="Draw from the N likeliest tokens."),
     click.option("--seed", metavar="N", type=int, help="For requests without a seed of their own."),
     click.option("--chat-template", metavar="FILE", help="In place of the tokenizer's own."),
 )

@@ -37,10 +37,10 @@ CONTEXT = 2048
 )
 @model_option(required=True)
 @click.option("--caches", metavar="A,B", default=DEFAULT_CACHES, help="Caches to compare.")
-@click.option("--context", metavar="N", type=AtLeast(), help=f"Tokens of the prompt.  [default: {CONTEXT} or fewer]")
-@click.option("--steps", metavar="N", type=AtLeast(), default=16, help="Generated tokens that are timed.")
+@click.option("--context", type=AtLeast(), help=f"Tokens of the prompt.  [default: {CONTEXT} or fewer]")
+@click.option("--steps", type=AtLeast(), default=16, help="Generated tokens that are timed.")
 @click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
-@click.option("--threads", metavar="N", type=AtLeast(), help="Threads of PyTorch.  [default: its own choice]")
+@click.option("--threads", type=AtLeast(), help="Threads of PyTorch.  [default: its own choice]")
 @preset_options
 @running_options
 @json_option

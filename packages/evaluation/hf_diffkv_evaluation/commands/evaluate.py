@@ -11,7 +11,7 @@ import click
 
 from hf_diffkv.commands.console import Command, paragraph, progress
 from hf_diffkv.commands.models import position_limit
-from hf_diffkv.commands.options import AtLeast, NonEmptyPath, model_option, quiet_option, running_options
+from hf_diffkv.commands.options import PATH_TYPE, AtLeast, model_option, quiet_option, running_options
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.replacing import save_text
 
@@ -55,15 +55,11 @@ OPTIONS = (
         help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE_SUITE} that the model's context "
         "holds]",
     ),
-    click.option(
-        "--output", type=NonEmptyPath(), required=True, metavar="FOLDER", help="If it holds a run, that is continued."
-    ),
-    click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]"),
-    click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]"),
+    click.option("--output", type=PATH_TYPE, required=True, help="If it holds a run, that is continued."),
+    click.option("--documents", type=AtLeast(), help="Per task.  [default: the task's own]"),
+    click.option("--length", type=AtLeast(), help="Tokens of a prompt.  [default: the task's own]"),
     click.option("--seed", type=int, default=0, metavar="N", help="For the documents."),
-    click.option(
-        "--max-new-tokens", type=AtLeast(), metavar="N", help="In tasks that generate.  [default: the task's own]"
-    ),
+    click.option("--max-new-tokens", type=AtLeast(), help="In tasks that generate.  [default: the task's own]"),
     running_options,
     click.option("--retry", is_flag=True, help="Run again what failed before."),
     quiet_option,
@@ -122,7 +118,7 @@ def evaluate(options: SimpleNamespace) -> tuple[list[Any], dict[str, Any]]:
     tasks = _tasks(OFFLINE_SUITE if options.tasks is None else options.tasks)
     config, tokenizer = load_config(options.model)
     limit = position_limit(config)
-    source = Source(tokenizer, options.documents or 0, options.length, options.seed, limit, options.max_new_tokens)
+    source = Source(tokenizer, options.documents or 0, options.length, options.seed, options.max_new_tokens)
     prepared = [(task, documents_of(task, source)) for task in tasks]
     if options.tasks is None:
         prepared = _fitting(prepared, limit, options.quiet)

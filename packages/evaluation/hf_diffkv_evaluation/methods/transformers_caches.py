@@ -10,7 +10,6 @@ from transformers import QuantizedCache, StaticCache
 
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import Method, method
-from hf_diffkv.evaluation.methods.base import without_options
 
 STATIC, FP8 = "static", "fp8"
 # module, package and supported numbers of bits, by backend
@@ -55,6 +54,12 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-method(FP8)(partial(without_options, FP8, partial(QuantizedMethod, FP8, None)))
+@method(FP8)
+def fp8(options: list[str]) -> Method:
+    if options:
+        raise EvaluationError(f"method {FP8!r} has no options.")
+    return QuantizedMethod(FP8, None)
+
+
 for _backend in QUANTIZERS:
     method(_backend)(partial(_with_bits, _backend))
