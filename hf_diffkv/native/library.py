@@ -74,7 +74,7 @@ class StepBlock(ctypes.Structure):
             pointer4="output sinks received",
             long4="received_stride",
             float="limit scaling softcap",
-            int="fold hold exact threads rotate absorbed",
+            int="fold hold threads rotate absorbed",
         ),
     ]
 
@@ -85,7 +85,7 @@ class Compaction(ctypes.Structure):
         ("rows", Rows),
         *_fields(
             long="row_count heads slots sink_slots window",
-            pointer="key value score position length leaving high_threshold low_threshold ring state flag advance",
+            pointer="key value score position length high_threshold low_threshold ring state flag",
             pointer2="feedback layer head",
             long2="layer_rows model_heads threads",
         ),

@@ -2,8 +2,8 @@
 
 Each op has an implementation in plain PyTorch, the reference, and may have others: Triton kernels and native code. An
 implementation handles everything its backend is chosen for, if necessary through the reference. A backend without an
-implementation of its own uses the reference's. Some ops are composed of others instead. To add an op or a backend, add
-it here.
+implementation of its own uses the reference's, or one that is composed of other ops. To add an op or a backend, add it
+here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         KERNELS: "append.launch:append_rotated",
     },
     "append_and_attend": {NATIVE: "decode_attention.native:append_and_attend"},
-    "compact_windows": {NATIVE: "compact.native:compact_windows"},
-    "compact_step": {
-        REFERENCE: "compact.reference:compact_step",
-        NATIVE: "compact.native:compact_step",
-        KERNELS: "compact.launch:compact_step",
+    "compact_windows": {
+        REFERENCE: "compact.reference:compact_windows",
+        NATIVE: "compact.native:compact_windows",
+        KERNELS: "compact.launch:compact_windows",
     },
     "decode_attention": {
         REFERENCE: "decode_attention.reference:decode_attention",
@@ -74,11 +73,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
     "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
 }
-# ops composed of others, for backends without an implementation of their own; the first argument is the backend's ops
-COMPOSED = {
-    "append_and_attend": "decode_attention.reference:append_and_attend",
-    "compact_windows": "compact.reference:compact_windows",
-}
+# stands in for `append_and_attend` where a backend has none; the first argument is the backend's ops
+COMPOSED = "decode_attention.reference:append_and_attend"
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,6 @@ class Ops:
         append_and_attend: appends a token and attends from it, both in the model's form
             (decode_attention/reference.py).
         compact_windows: compacts the rows whose windows are overfull (compact/reference.py).
-        compact_step: compacts given rows once (compact/reference.py).
         decode_attention: attends from one new token per request and updates the sums (decode_attention/reference.py).
         allocate_scratch: allocates buffers for `decode_attention` (decode_attention/scratch.py); None if it needs none.
         prefill_attention: attends from several new tokens (prefill_attention/reference.py).
@@ -108,7 +103,6 @@ class Ops:
     append_rotated: Callable[..., Any]
     append_and_attend: Callable[..., torch.Tensor]
     compact_windows: Callable[..., None]
-    compact_step: Callable[..., None]
     decode_attention: Callable[..., torch.Tensor]
     allocate_scratch: Callable[..., Any] | None
     prefill_attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -143,8 +137,9 @@ def latent_ops(ops: Ops, layout: PageLayout) -> Ops:
 def ops_of(backend: str) -> Ops:
     """Returns the ops of a backend."""
     ops = Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
-    composed = {name: place for name, place in COMPOSED.items() if getattr(ops, name) is None}
-    return replace(ops, **{name: partial(_load(place), ops) for name, place in composed.items()})
+    if ops.append_and_attend is None:
+        ops = replace(ops, append_and_attend=partial(_load(COMPOSED), ops))
+    return ops
 
 
 def _found(places: dict[str, str], backend: str) -> Any:

@@ -132,12 +132,13 @@ class State:
             high_count=self.by_head(self.high_count),
             low_count=self.by_head(self.low_count),
             window_score=score[:, :, None],
-            window_start=position.clone(),
+            # a window that nothing leaves is empty
+            window_start=torch.where(leaving, position, length.to(position.dtype)),
             length=length,
         )
         thresholds = [None if each is None else self.by_head(each) for each in thresholds]
-        op.compact_step(rows, leaving, *thresholds, **options)
-        assert torch.equal(rows.window_start, position + leaving)
+        op.compact_windows(rows, 0, *thresholds, **options)
+        assert torch.equal(rows.window_start, torch.where(leaving, position + 1, length))
 
     def token(self, row):
         """All stored tokens of a row: {position: (tier, score, key, value)}."""

@@ -24,9 +24,9 @@ TOTALS_CHUNK = 256
 MOVE_ELEMENTS = 256  # elements of a tile of moved tokens, for one warp: no exchange between warps and no spills
 
 
-def compact_step(
+def compact_windows(
     rows: LayerRows,
-    leaving: Tensor,
+    window: int,
     high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
@@ -36,6 +36,7 @@ def compact_step(
 ) -> None:
     """Compacts all rows once; arguments as in the reference. The bounds only balance the work."""
     check_dtype(rows.dtype)
+    leaving = rows.length - rows.window_start > window
     if rows.count:
         _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), bounds.max_tokens, flag, feedback)
     rows.window_start.add_(leaving)
