@@ -27,11 +27,6 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         NATIVE: "append.native:append_token",
         KERNELS: "append.launch:append_token",
     },
-    "append_rotated": {
-        REFERENCE: "append.reference:append_rotated",
-        NATIVE: "append.native:append_rotated",
-        KERNELS: "append.launch:append_rotated",
-    },
     "append_and_attend": {NATIVE: "decode_attention.native:append_and_attend"},
     "compact_windows": {
         REFERENCE: "compact.reference:compact_windows",
@@ -83,8 +78,7 @@ class Ops:
 
     Attributes:
         backend: one of `ops.backend.BACKENDS`.
-        append_token: appends the newest token of every request to its window (append/reference.py).
-        append_rotated: rotates keys, values and queries first (append/reference.py).
+        append_token: appends the newest token of every request to its window, rotated (append/reference.py).
         append_and_attend: appends a token and attends from it, both in the model's form
             (decode_attention/reference.py).
         compact_windows: compacts the rows whose windows are overfull (compact/reference.py).
@@ -99,8 +93,7 @@ class Ops:
     """
 
     backend: str
-    append_token: Callable[..., None]
-    append_rotated: Callable[..., Any]
+    append_token: Callable[..., torch.Tensor | None]
     append_and_attend: Callable[..., torch.Tensor]
     compact_windows: Callable[..., None]
     decode_attention: Callable[..., torch.Tensor]
