@@ -55,8 +55,7 @@ class Round:
         pool.free_list.ring = held.free_list.ring.to(device, copy=True)
         pool.free_list.state = held.free_list.state.to(device, copy=True)
         tensors = {name: part.to(device, copy=True) for name, part in vars(held).items() if isinstance(part, Tensor)}
-        tiles = tuple(type(t)(t.row.to(device), t.first.to(device), t.pages, t.full) for t in rows.bounds.tiles)
-        bounds = type(rows.bounds)(rows.bounds.max_tokens, tiles)
+        bounds = replace(rows.bounds, tiers=[(*given, device) for *given, _ in rows.bounds.tiers])
         twin = replace(rows, held=replace(held, pool=pool, **tensors), bounds=bounds)
         high, low, flag = (part.to(device, copy=True) for part in (*self.thresholds, self.flag))
         return Round(twin, self.window, (high, low), flag)
