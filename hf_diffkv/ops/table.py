@@ -20,50 +20,29 @@ import torch
 from ..pages import LayerRows, PageLayout, TierLayout
 from .backend import KERNELS, NATIVE, REFERENCE, choose, takes_latents, without_autocast
 
+
+def _of_all(folder: str, op: str) -> dict[str, str]:
+    """Returns where the implementations of an op are that every backend has in its file of a folder."""
+    files = {REFERENCE: "reference", NATIVE: "native", KERNELS: "launch"}
+    return {backend: f"{folder}.{file}:{op}" for backend, file in files.items()}
+
+
 # for each op, where its implementations are; modules are imported when their backend is first used
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "append_token": {
-        REFERENCE: "append.reference:append_token",
-        NATIVE: "append.native:append_token",
-        KERNELS: "append.launch:append_token",
-    },
+    "append_token": _of_all("append", "append_token"),
     "append_and_attend": {NATIVE: "decode_attention.native:append_and_attend"},
-    "compact_windows": {
-        REFERENCE: "compact.reference:compact_windows",
-        NATIVE: "compact.native:compact_windows",
-        KERNELS: "compact.launch:compact_windows",
-    },
-    "decode_attention": {
-        REFERENCE: "decode_attention.reference:decode_attention",
-        NATIVE: "decode_attention.native:decode_attention",
-        KERNELS: "decode_attention.launch:decode_attention",
-    },
+    "compact_windows": _of_all("compact", "compact_windows"),
+    "decode_attention": _of_all("decode_attention", "decode_attention"),
     # other backends keep no buffers from step to step
     "allocate_scratch": {KERNELS: "decode_attention.scratch:Scratch.allocate"},
     "prefill_attention": {
         REFERENCE: "prefill_attention.cpu:prefill_attention",
-        KERNELS: "prefill_attention.wide:prefill_attention",
+        KERNELS: "prefill_attention.launch:prefill_attention",
     },
-    "store_tokens": {
-        REFERENCE: "quantize.reference:store_tokens",
-        NATIVE: "quantize.native:store_tokens",
-        KERNELS: "quantize.launch:store_tokens",
-    },
-    "load_tokens": {
-        REFERENCE: "quantize.reference:load_tokens",
-        NATIVE: "quantize.native:load_tokens",
-        KERNELS: "quantize.launch:load_tokens",
-    },
-    "move_tokens": {
-        REFERENCE: "quantize.reference:move_tokens",
-        NATIVE: "quantize.native:move_tokens",
-        KERNELS: "quantize.launch:move_tokens",
-    },
-    "round_keys": {
-        REFERENCE: "rounding.reference:round_keys",
-        NATIVE: "rounding.native:round_keys",
-        KERNELS: "rounding.launch:round_keys",
-    },
+    "store_tokens": _of_all("quantize", "store_tokens"),
+    "load_tokens": _of_all("quantize", "load_tokens"),
+    "move_tokens": _of_all("quantize", "move_tokens"),
+    "round_keys": _of_all("rounding", "round_keys"),
     "second_moment": {REFERENCE: "rounding.moments:second_moment", KERNELS: "rounding.launch:second_moment"},
     "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
     "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
