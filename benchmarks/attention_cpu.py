@@ -23,7 +23,7 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.table import ops_for
-from hf_diffkv.ops.tiles import Bounds, build_tiles
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import LayerRows, PagePool
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 from hf_diffkv.pages.segments import Contents
@@ -84,8 +84,8 @@ class Layer:
 
     def reference(self, query: torch.Tensor) -> torch.Tensor:
         tiers = ((self.high, self.layout.high), (self.low, self.layout.low))
-        tiles = tuple(build_tiles(c.numpy().ravel(), 0, tier.capacity, c.device) for c, tier in tiers)
-        return reference.decode_attention(query, self.rows, Softmax(DIM**-0.5), bounds=Bounds(0, tiles))
+        bounds = Bounds(0, [(c.numpy().ravel(), 0, tier.capacity, c.device) for c, tier in tiers])
+        return reference.decode_attention(query, self.rows, Softmax(DIM**-0.5), bounds=bounds)
 
 
 def competitors(tokens: int, args: argparse.Namespace) -> dict[str, Callable[[], object]]:

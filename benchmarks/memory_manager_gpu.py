@@ -35,7 +35,7 @@ class Round:
     """One round of Algorithm 1 over all rows of all layers, and how to take it back."""
 
     rows: RandomRows
-    leaving: Tensor
+    window: int
     thresholds: tuple[Tensor, Tensor]
     flag: Tensor
 
@@ -45,8 +45,8 @@ class Round:
         return [held.page_table, *held.counts, held.window_start, held.free_list.ring, held.free_list.state]
 
     def run(self) -> None:
-        compact_step = ops_for_rows(self.rows.held).compact_step
-        compact_step(self.rows.held, self.leaving, *self.thresholds, bounds=self.rows.bounds, flag=self.flag)
+        compact_windows = ops_for_rows(self.rows.held).compact_windows
+        compact_windows(self.rows.held, self.window, *self.thresholds, bounds=self.rows.bounds, flag=self.flag)
 
     def to(self, device: torch.device) -> Round:
         """Copies everything to another device."""
@@ -55,12 +55,10 @@ class Round:
         pool.free_list.ring = held.free_list.ring.to(device, copy=True)
         pool.free_list.state = held.free_list.state.to(device, copy=True)
         tensors = {name: part.to(device, copy=True) for name, part in vars(held).items() if isinstance(part, Tensor)}
-        tiles = tuple(type(t)(t.row.to(device), t.first.to(device), t.pages, t.full) for t in rows.bounds.tiles)
-        bounds = type(rows.bounds)(rows.bounds.max_tokens, tiles)
+        bounds = replace(rows.bounds, tiers=[(*given, device) for *given, _ in rows.bounds.tiers])
         twin = replace(rows, held=replace(held, pool=pool, **tensors), bounds=bounds)
-        given = (part.to(device, copy=True) for part in (self.leaving, *self.thresholds, self.flag))
-        leaving, high, low, flag = given
-        return Round(twin, leaving, (high, low), flag)
+        high, low, flag = (part.to(device, copy=True) for part in (*self.thresholds, self.flag))
+        return Round(twin, self.window, (high, low), flag)
 
 
 def make_round(batch: int, heads: int, dim: int, context: int, window: int, layers: int, session: Session) -> Round:
@@ -75,11 +73,10 @@ def make_round(batch: int, heads: int, dim: int, context: int, window: int, laye
     device = session.device
     rows.held.free_list.extend(rows.held.pages.shape[0] - 2 * count, 2 * count)
     rows.held.window_score.mul_(window)
-    leaving = torch.ones(layers * batch, dtype=torch.bool, device=device)
     # about a third of the candidates at each level, and victims that move
     thresholds = tuple(torch.full((layers * batch, heads), limit, device=device) for limit in (0.66, 0.33))
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    return Round(rows, leaving, thresholds, flag)
+    return Round(rows, window - 1, thresholds, flag)
 
 
 def check(step: Round, twin: Round) -> None:

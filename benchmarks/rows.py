@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.table import ops_for_rows
-from hf_diffkv.ops.tiles import Bounds, build_tiles
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import HIGH, LOW, FreeList, LayerRows, PageLayout, TierLayout, column
 from hf_diffkv.pages.segments import Contents
 
@@ -158,8 +158,8 @@ def _bounds(
 ) -> Bounds:
     import numpy as np
 
-    tiles = tuple(build_tiles(np.full(rows, count), 0, tier.capacity, device) for count, tier in zip(tokens, tiers))
-    return Bounds(sum(tokens) + slots, tiles)
+    given = [(np.full(rows, count), 0, tier.capacity, device) for count, tier in zip(tokens, tiers)]
+    return Bounds(sum(tokens) + slots, given)
 
 
 def _fill(rows: RandomRows, tier: int, layout: TierLayout, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ def _for_tensor(name: str) -> Callable[..., Any]:
     )
 
 
-append_token, append_rotated, compact_step = map(_for_rows, ("append_token", "append_rotated", "compact_step"))
+append_token, compact_windows = map(_for_rows, ("append_token", "compact_windows"))
 prefill_attention, rotate = _for_tensor("prefill_attention"), _for_tensor("rotate")
 second_moment, feedback_of = _for_tensor("second_moment"), _for_tensor("feedback_of")
 

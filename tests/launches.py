@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from hf_diffkv.ops import table
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.prefill_attention import wide
+from hf_diffkv.ops.prefill_attention import launch
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, begin_forward, check_integrity
 
@@ -85,7 +85,7 @@ def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
         counter.phase = "after"
         return found
 
-    monkeypatch.setattr(wide, "prefill_attention", marked)
+    monkeypatch.setattr(launch, "prefill_attention", marked)
     # implementations that were found before stay as they are
     monkeypatch.setattr(table, "ops_of", cache(table.ops_of.__wrapped__))
 

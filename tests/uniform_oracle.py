@@ -77,7 +77,7 @@ class Exact(NamedTuple):
 def exact_tokens(rows: LayerRows, new: PromptTokens, placement: Placement) -> Exact:
     """Brings new tokens into the store's form, fixes offsets, and notes tokens that cannot be stored."""
     key, value, rank, count = new.key, new.value, new.rank, new.count
-    key_rotation, value_rotation = placement.key_rotation, placement.value_rotation
+    key_rotation, value_rotation = placement.rotation.key, placement.rotation.value
     if rank is None:
         rank = torch.arange(key.shape[2], dtype=torch.int32, device=key.device).expand(key.shape[0], -1)
         count = torch.full_like(rows.length, key.shape[2])

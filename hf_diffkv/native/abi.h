@@ -63,25 +63,24 @@ struct Step {
   float* received;     // [rows, received_stride] or null: received attention, joined over several layers
   int64_t received_stride;
   float limit, scaling, softcap;  // softcap 0: none
-  int32_t fold, hold, exact, threads, rotate, absorbed;
+  int32_t fold, hold, threads, rotate, absorbed;
 };
 
-// One compaction: the candidate of row r is in slot sink_slots + position % (slots - sink_slots) of its window.
-// `position`, `length` and `leaving` have one entry for every `heads` rows.
+// One compaction: the candidate of row r is in slot sink_slots + position % (slots - sink_slots) of its window, and
+// leaves if length - position > window. `position` and `length` have one entry for every `heads` rows.
 struct Compaction {
   Format format;
   Rows rows;
   int64_t row_count, heads, slots, sink_slots, window;
   const void *key, *value;  // [rows, slots, dim]
   const float* score;       // [rows, slots]
-  const int64_t *position, *length;
-  const uint8_t* leaving;                          // null: leaves if length - position > window
+  int64_t* position;  // incremented where a candidate left
+  const int64_t* length;
   // [rows]; without scores only the first is set: candidates are high where it is 0, otherwise low
   const float *high_threshold, *low_threshold;
   int32_t* ring;
-  int64_t* state;    // free list: start, free, capacity
+  int64_t* state;  // free list: start, free, capacity
   int32_t* flag;
-  int64_t* advance;  // incremented where a candidate left, or null
   // matrices by which keys are rounded, bfloat16 [model layers, model_heads, key dim, key dim], or null; row r uses
   // layer[r / layer_rows] and head[r % heads]
   const void* feedback;

@@ -20,7 +20,7 @@ struct Chunk {
   int64_t stride() const { return round_up(tokens, 16) + 16; }
 };
 
-inline bool use_digits(const Step& step) { return HAS_DIGITS && !step.exact && step.format.dtype != FLOAT32; }
+inline bool use_digits(const Step& step) { return HAS_DIGITS && step.format.dtype != FLOAT32; }
 
 // Part of a group's queries: elements [group, padded dim], the same as digits, and what zero points are multiplied with.
 struct Operand {

@@ -16,7 +16,6 @@ struct Plan {
 };
 
 inline bool leaves(const Compaction& round, int64_t request) {
-  if (round.leaving) return round.leaving[request] != 0;
   return round.length[request] - round.position[request] > round.window;
 }
 
@@ -160,9 +159,8 @@ inline int64_t compact(const Compaction& round) {
   each_task(round.row_count, threads, [&](int64_t row) { plans[row] = plan_row(round, row); });
   if (give_pages(round, plans))
     each_task(round.row_count, threads, [&](int64_t row) { move_row(round, plans[row], row); });
-  if (round.advance)
-    for (int64_t request = 0; request * round.heads < round.row_count; request++)
-      round.advance[request] += leaves(round, request);
+  for (int64_t request = 0; request * round.heads < round.row_count; request++)
+    round.position[request] += leaves(round, request);
   return OK;
 }
 

@@ -74,7 +74,7 @@ class StepBlock(ctypes.Structure):
             pointer4="output sinks received",
             long4="received_stride",
             float="limit scaling softcap",
-            int="fold hold exact threads rotate absorbed",
+            int="fold hold threads rotate absorbed",
         ),
     ]
 
@@ -85,7 +85,7 @@ class Compaction(ctypes.Structure):
         ("rows", Rows),
         *_fields(
             long="row_count heads slots sink_slots window",
-            pointer="key value score position length leaving high_threshold low_threshold ring state flag advance",
+            pointer="key value score position length high_threshold low_threshold ring state flag",
             pointer2="feedback layer head",
             long2="layer_rows model_heads threads",
         ),
@@ -278,19 +278,14 @@ def call(name: str, block: ctypes.Structure) -> None:
         CorruptMemoryError: a page table entry or a count is impossible.
         MemoryError: the buffers cannot be allocated.
     """
-    check(getattr(library(), f"diffkv_{name}")(ctypes.addressof(block)))
-
-
-def check(status: int) -> None:
-    """Raises the error that a call's status stands for, as in `call`."""
-    if status == 0:
-        return
+    status = getattr(library(), f"diffkv_{name}")(ctypes.addressof(block))
     if status in _ERRORS:
         raise CorruptMemoryError(
             f"{_ERRORS[status]}: the cache's memory was overwritten, or the call was given tensors that do not belong "
             "together. Call cache.reset() and start over."
         )
-    raise MemoryError("there is no memory for the buffers of an attention step.")
+    if status:
+        raise MemoryError("there is no memory for the buffers of an attention step.")
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -211,19 +211,31 @@ inline float smallest(Floats x) {
   return best;
 }
 
+#if defined(__AVX512F__)
+// Sums each of 16 vectors of floats or integers.
+template <class Vector>
+inline Vector lane_sums(const Vector* a) {
+  Vector b[8], c[4];
+  for (int i = 0; i < 8; i++) {
+    const __m512 x = (__m512)a[2 * i], y = (__m512)a[2 * i + 1];
+    b[i] = (Vector)_mm512_unpacklo_ps(x, y) + (Vector)_mm512_unpackhi_ps(x, y);
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m512d x = (__m512d)b[2 * i], y = (__m512d)b[2 * i + 1];
+    c[i] = (Vector)_mm512_unpacklo_pd(x, y) + (Vector)_mm512_unpackhi_pd(x, y);
+  }
+  auto join = [](Vector p, Vector q) {
+    const __m512 x = (__m512)p, y = (__m512)q;
+    return (Vector)_mm512_shuffle_f32x4(x, y, 0x88) + (Vector)_mm512_shuffle_f32x4(x, y, 0xdd);
+  };
+  return join(join(c[0], c[1]), join(c[2], c[3]));
+}
+#endif
+
 // Sums each of BLOCK vectors.
 inline void sums(const Floats* a, float* out) {
 #if defined(__AVX512F__)
-  __m512 b[8], c[4];
-  for (int i = 0; i < 8; i++)
-    b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-  for (int i = 0; i < 4; i++) {
-    const __m512d x = (__m512d)b[2 * i], y = (__m512d)b[2 * i + 1];
-    c[i] = (__m512)_mm512_unpacklo_pd(x, y) + (__m512)_mm512_unpackhi_pd(x, y);
-  }
-  const __m512 d = _mm512_shuffle_f32x4(c[0], c[1], 0x88) + _mm512_shuffle_f32x4(c[0], c[1], 0xdd);
-  const __m512 e = _mm512_shuffle_f32x4(c[2], c[3], 0x88) + _mm512_shuffle_f32x4(c[2], c[3], 0xdd);
-  store(out, _mm512_shuffle_f32x4(d, e, 0x88) + _mm512_shuffle_f32x4(d, e, 0xdd));
+  store(out, lane_sums(a));
 #elif defined(__AVX2__)
   const __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
   const __m256 y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));

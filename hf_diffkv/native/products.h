@@ -7,6 +7,18 @@
 namespace diffkv {
 namespace {
 
+// Calls `call` with up to four heads at a time: their number (a `Constant`) and the first head.
+template <class Call>
+inline void each_four(int heads, Call call) {
+  for (int h = 0; h < heads; h += 4)
+    switch (smaller(4, heads - h)) {
+      case 1: call(Constant<1>(), h); break;
+      case 2: call(Constant<2>(), h); break;
+      case 3: call(Constant<3>(), h); break;
+      default: call(Constant<4>(), h);
+    }
+}
+
 template <int HEADS, class Element>
 inline void dot_heads(const Element* rows, int64_t stride, int count, const float* query, int64_t query_stride,
                       int width, float* out, int64_t out_stride) {
@@ -35,16 +47,10 @@ inline void dot_heads(const Element* rows, int64_t stride, int count, const floa
 template <class Element>
 inline void dot_rows(const Element* rows, int64_t stride, int count, const float* query, int64_t query_stride,
                      int heads, int width, float* out, int64_t out_stride) {
-  for (int h = 0; h < heads; h += 4) {
-    const float* q = query + h * query_stride;
-    float* to = out + h * out_stride;
-    switch (smaller(4, heads - h)) {
-      case 1: dot_heads<1>(rows, stride, count, q, query_stride, width, to, out_stride); break;
-      case 2: dot_heads<2>(rows, stride, count, q, query_stride, width, to, out_stride); break;
-      case 3: dot_heads<3>(rows, stride, count, q, query_stride, width, to, out_stride); break;
-      default: dot_heads<4>(rows, stride, count, q, query_stride, width, to, out_stride);
-    }
-  }
+  each_four(heads, [&](auto some, int h) {
+    dot_heads<some.value>(rows, stride, count, query + h * query_stride, query_stride, width, out + h * out_stride,
+                          out_stride);
+  });
 }
 
 template <int HEADS, int VECTORS, class Element>
@@ -79,16 +85,10 @@ inline void add_heads(const Element* rows, int64_t stride, int count, const floa
 template <class Element>
 inline void add_rows(const Element* rows, int64_t stride, int count, const float* weight, int64_t weight_stride,
                      int heads, int width, float* out, int64_t out_stride) {
-  for (int h = 0; h < heads; h += 4) {
-    const float* w = weight + h * weight_stride;
-    float* to = out + h * out_stride;
-    switch (smaller(4, heads - h)) {
-      case 1: add_heads<1>(rows, stride, count, w, weight_stride, width, to, out_stride); break;
-      case 2: add_heads<2>(rows, stride, count, w, weight_stride, width, to, out_stride); break;
-      case 3: add_heads<3>(rows, stride, count, w, weight_stride, width, to, out_stride); break;
-      default: add_heads<4>(rows, stride, count, w, weight_stride, width, to, out_stride);
-    }
-  }
+  each_four(heads, [&](auto some, int h) {
+    add_heads<some.value>(rows, stride, count, weight + h * weight_stride, weight_stride, width, out + h * out_stride,
+                          out_stride);
+  });
 }
 
 #if defined(__AVX512VNNI__)
@@ -117,23 +117,6 @@ inline float query_digits(const float* query, int width, int8_t* upper, int8_t* 
     _mm_storeu_si128((__m128i*)(lower + d), _mm512_cvtepi32_epi8(_mm512_sub_epi32(q, _mm512_slli_epi32(high, 7))));
   }
   return peak / LARGEST_QUERY;
-}
-
-inline __m512i integer_sums(const __m512i* a) {
-  __m512i b[8], c[4];
-  for (int i = 0; i < 8; i++) {
-    const __m512i x = a[2 * i], y = a[2 * i + 1];
-    b[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
-  }
-  for (int i = 0; i < 4; i++) {
-    const __m512i x = b[2 * i], y = b[2 * i + 1];
-    c[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
-  }
-  const __m512i d =
-      _mm512_add_epi32(_mm512_shuffle_i32x4(c[0], c[1], 0x88), _mm512_shuffle_i32x4(c[0], c[1], 0xdd));
-  const __m512i e =
-      _mm512_add_epi32(_mm512_shuffle_i32x4(c[2], c[3], 0x88), _mm512_shuffle_i32x4(c[2], c[3], 0xdd));
-  return _mm512_add_epi32(_mm512_shuffle_i32x4(d, e, 0x88), _mm512_shuffle_i32x4(d, e, 0xdd));
 }
 
 // Sums digits times codes for some tokens and one head. A product has VECTORS * 64 codes; 0 allows any number.
@@ -169,7 +152,7 @@ DIFFKV_ALONE void dot_digit_heads(const uint8_t* codes, int64_t stride, int64_t 
         dot_digit_rows<TOGETHER, VECTORS>(row, width, upper + h * width, lower + h * width, total + h * TOKENS + t0);
     }
     float products[16];
-    store(products, _mm512_cvtepi32_ps(integer_sums(total)) * load(factors));
+    store(products, _mm512_cvtepi32_ps((__m512i)lane_sums(reinterpret_cast<const Ints*>(total))) * load(factors));
     for (int h = 0; h < HEADS; h++)
       memcpy(out + h * out_stride + first, products + h * TOKENS, TOKENS * sizeof(float));
   }

@@ -34,14 +34,11 @@ inline void make_unit(const float* x, int64_t stride, Pair& unit) {
 }
 
 #if defined(__AVX512BF16__)
-constexpr bool HAS_PAIRS = true;
 inline Floats multiply_add(Pair a, const Pair* b, Floats c) {
   int32_t bits;
   memcpy(&bits, &a, sizeof(bits));
   return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)_mm512_loadu_si512(b));
 }
-#else
-constexpr bool HAS_PAIRS = false;
 #endif
 inline Floats multiply_add(float a, const float* b, Floats c) { return fma(splat(a), load(b), c); }
 

@@ -154,7 +154,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict
 
 
 def row_arguments(rows: LayerRows) -> dict[str, object]:
-    """Returns a layer's rows as arguments of the kernels that store or move tokens."""
+    """Returns a layer's rows as arguments of kernels."""
     names = ("high_count", "low_count", "window_key", "window_value", "window_score", "window_start", "sink_end")
     free_list, (high, low) = rows.free_list, rows.tiers
     return {
@@ -188,21 +188,14 @@ def _real_device(device: torch.device) -> Device:
 def _has_triton() -> bool:
     """Returns whether Triton is installed and recent enough; logs once if not."""
     if importlib.util.find_spec("triton") is None:
-        _logger.warning(
-            "Triton is not installed, which the kernels need; the cache runs in PyTorch, which is slower (%s)", INSTALL
-        )
-        return False
-    import triton
+        lack = "Triton is not installed"
+    else:
+        import triton
 
-    found = re.findall(r"\d+", triton.__version__)[:2]
-    if tuple(map(int, found)) >= OLDEST_TRITON:
-        return True
-    _logger.warning(
-        "Triton %s is older than %d.%d, which the kernels need; the cache runs in PyTorch, which is slower (%s)",
-        triton.__version__,
-        *OLDEST_TRITON,
-        INSTALL,
-    )
+        if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) >= OLDEST_TRITON:
+            return True
+        lack = "Triton {} is older than {}.{}".format(triton.__version__, *OLDEST_TRITON)
+    _logger.warning("%s, which the kernels need; the cache runs in PyTorch, which is slower (%s)", lack, INSTALL)
     return False
 
 
@@ -211,18 +204,12 @@ def _fits(device: torch.device) -> bool:
     """Returns whether the kernels run on a device of type "cuda"; logs once if not."""
     if torch.version.hip:
         target = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        if target not in AMD_TARGETS:
-            _logger.warning(
-                "the kernels were compiled for %s alone, not for %s; the cache runs in PyTorch, which is slower",
-                ", ".join(AMD_TARGETS),
-                target,
-            )
-        return target in AMD_TARGETS
-    if torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY:
-        return True
-    _logger.warning(
-        "%s is older than compute capability %d.%d, which the kernels need; the cache runs in PyTorch, which is slower",
-        torch.cuda.get_device_name(device),
-        *OLDEST_CAPABILITY,
-    )
-    return False
+        fits = target in AMD_TARGETS
+        lack = f"the kernels were compiled for {', '.join(AMD_TARGETS)} alone, not for {target}"
+    else:
+        fits = torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
+        oldest = "compute capability {}.{}".format(*OLDEST_CAPABILITY)
+        lack = f"{torch.cuda.get_device_name(device)} is older than {oldest}, which the kernels need"
+    if not fits:
+        _logger.warning("%s; the cache runs in PyTorch, which is slower", lack)
+    return fits

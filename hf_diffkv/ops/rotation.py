@@ -22,8 +22,11 @@ FLOAT_ELEMENTS = 1 << 21
 class Rotation:
     """Contiguous matrices that rotate keys (and queries) and values, arguments of `rotate`."""
 
-    key: Tensor
-    value: Tensor
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+
+NO_ROTATION = Rotation()
 
 
 @cache

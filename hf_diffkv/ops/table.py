@@ -2,8 +2,8 @@
 
 Each op has an implementation in plain PyTorch, the reference, and may have others: Triton kernels and native code. An
 implementation handles everything its backend is chosen for, if necessary through the reference. A backend without an
-implementation of its own uses the reference's. Some ops are composed of others instead. To add an op or a backend, add
-it here.
+implementation of its own uses the reference's, or one that is composed of other ops. To add an op or a backend, add it
+here.
 """
 
 from __future__ import annotations
@@ -20,65 +20,35 @@ import torch
 from ..pages import LayerRows, PageLayout, TierLayout
 from .backend import KERNELS, NATIVE, REFERENCE, choose, takes_latents, without_autocast
 
+
+def _of_all(folder: str, op: str) -> dict[str, str]:
+    """Returns where the implementations of an op are that every backend has in its file of a folder."""
+    files = {REFERENCE: "reference", NATIVE: "native", KERNELS: "launch"}
+    return {backend: f"{folder}.{file}:{op}" for backend, file in files.items()}
+
+
 # for each op, where its implementations are; modules are imported when their backend is first used
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "append_token": {
-        REFERENCE: "append.reference:append_token",
-        NATIVE: "append.native:append_token",
-        KERNELS: "append.launch:append_token",
-    },
-    "append_rotated": {
-        REFERENCE: "append.reference:append_rotated",
-        NATIVE: "append.native:append_rotated",
-        KERNELS: "append.launch:append_rotated",
-    },
+    "append_token": _of_all("append", "append_token"),
     "append_and_attend": {NATIVE: "decode_attention.native:append_and_attend"},
-    "compact_windows": {NATIVE: "compact.native:compact_windows"},
-    "compact_step": {
-        REFERENCE: "compact.reference:compact_step",
-        NATIVE: "compact.native:compact_step",
-        KERNELS: "compact.launch:compact_step",
-    },
-    "decode_attention": {
-        REFERENCE: "decode_attention.reference:decode_attention",
-        NATIVE: "decode_attention.native:decode_attention",
-        KERNELS: "decode_attention.launch:decode_attention",
-    },
+    "compact_windows": _of_all("compact", "compact_windows"),
+    "decode_attention": _of_all("decode_attention", "decode_attention"),
     # other backends keep no buffers from step to step
     "allocate_scratch": {KERNELS: "decode_attention.scratch:Scratch.allocate"},
     "prefill_attention": {
         REFERENCE: "prefill_attention.cpu:prefill_attention",
-        KERNELS: "prefill_attention.wide:prefill_attention",
+        KERNELS: "prefill_attention.launch:prefill_attention",
     },
-    "store_tokens": {
-        REFERENCE: "quantize.reference:store_tokens",
-        NATIVE: "quantize.native:store_tokens",
-        KERNELS: "quantize.launch:store_tokens",
-    },
-    "load_tokens": {
-        REFERENCE: "quantize.reference:load_tokens",
-        NATIVE: "quantize.native:load_tokens",
-        KERNELS: "quantize.launch:load_tokens",
-    },
-    "move_tokens": {
-        REFERENCE: "quantize.reference:move_tokens",
-        NATIVE: "quantize.native:move_tokens",
-        KERNELS: "quantize.launch:move_tokens",
-    },
-    "round_keys": {
-        REFERENCE: "rounding.reference:round_keys",
-        NATIVE: "rounding.native:round_keys",
-        KERNELS: "rounding.launch:round_keys",
-    },
+    "store_tokens": _of_all("quantize", "store_tokens"),
+    "load_tokens": _of_all("quantize", "load_tokens"),
+    "move_tokens": _of_all("quantize", "move_tokens"),
+    "round_keys": _of_all("rounding", "round_keys"),
     "second_moment": {REFERENCE: "rounding.moments:second_moment", KERNELS: "rounding.launch:second_moment"},
     "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
     "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
 }
-# ops composed of others, for backends without an implementation of their own; the first argument is the backend's ops
-COMPOSED = {
-    "append_and_attend": "decode_attention.reference:append_and_attend",
-    "compact_windows": "compact.reference:compact_windows",
-}
+# stands in for `append_and_attend` where a backend has none; the first argument is the backend's ops
+COMPOSED = "decode_attention.reference:append_and_attend"
 
 
 @dataclass(frozen=True)
@@ -87,12 +57,10 @@ class Ops:
 
     Attributes:
         backend: one of `ops.backend.BACKENDS`.
-        append_token: appends the newest token of every request to its window (append/reference.py).
-        append_rotated: rotates keys, values and queries first (append/reference.py).
+        append_token: appends the newest token of every request to its window, rotated (append/reference.py).
         append_and_attend: appends a token and attends from it, both in the model's form
             (decode_attention/reference.py).
         compact_windows: compacts the rows whose windows are overfull (compact/reference.py).
-        compact_step: compacts given rows once (compact/reference.py).
         decode_attention: attends from one new token per request and updates the sums (decode_attention/reference.py).
         allocate_scratch: allocates buffers for `decode_attention` (decode_attention/scratch.py); None if it needs none.
         prefill_attention: attends from several new tokens (prefill_attention/reference.py).
@@ -104,11 +72,9 @@ class Ops:
     """
 
     backend: str
-    append_token: Callable[..., None]
-    append_rotated: Callable[..., Any]
+    append_token: Callable[..., torch.Tensor | None]
     append_and_attend: Callable[..., torch.Tensor]
     compact_windows: Callable[..., None]
-    compact_step: Callable[..., None]
     decode_attention: Callable[..., torch.Tensor]
     allocate_scratch: Callable[..., Any] | None
     prefill_attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -143,8 +109,9 @@ def latent_ops(ops: Ops, layout: PageLayout) -> Ops:
 def ops_of(backend: str) -> Ops:
     """Returns the ops of a backend."""
     ops = Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
-    composed = {name: place for name, place in COMPOSED.items() if getattr(ops, name) is None}
-    return replace(ops, **{name: partial(_load(place), ops) for name, place in composed.items()})
+    if ops.append_and_attend is None:
+        ops = replace(ops, append_and_attend=partial(_load(COMPOSED), ops))
+    return ops
 
 
 def _found(places: dict[str, str], backend: str) -> Any:

@@ -31,26 +31,22 @@ class Tiles:
     full: int
 
 
+@dataclass(eq=False)
 class Bounds:
     """The host's upper bounds on the rows' lengths, which need no look at the device.
 
-    Args:
+    Attributes:
         max_tokens: upper bound on the tokens of any row, window included.
-        tiles: tiles that cover all high and all low pages; None builds them when they are asked for.
         tiers: arguments of `build_tiles` for the high and the low pages; empty if the reference never runs.
     """
 
-    def __init__(
-        self, max_tokens: int, tiles: tuple[Tiles, ...] | None = None, tiers: Sequence[tuple[Any, ...]] = ()
-    ) -> None:
-        self.max_tokens, self._tiers = max_tokens, tiers
-        if tiles is not None:
-            self.tiles = tiles
+    max_tokens: int
+    tiers: Sequence[tuple[Any, ...]] = ()
 
     @cached_property
     def tiles(self) -> tuple[Tiles, ...]:
         """Tiles that cover all high and all low pages. Backends other than the reference read the counts themselves."""
-        return tuple(build_tiles(*tier) for tier in self._tiers)
+        return tuple(build_tiles(*tier) for tier in self.tiers)
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors on the device."""

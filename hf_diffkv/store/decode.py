@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ops.softmax import SharedAttention, Softmax
 from .state import Changing, Store
-from .transform import model_form, query_form, stored_form
+from .transform import model_form, query_form
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -61,14 +61,10 @@ class StepAttention:
         """Stores the token now, unless it is stored; else the first `attend` stores it."""
         if self._held is not None:
             return
-        store, layer, rotation = self._store, self._layer, self._store.rotation
+        store, key, value = self._store, self._key[:, :, 0], self._value[:, :, 0]
+        options = {"limit": store.value_limit, "valid": self._valid, "rotation": store.rotation}
         with Changing(store):
-            rows, options = store.rows(layer), {"limit": store.value_limit, "valid": self._valid}
-            if rotation is None:
-                key, value = stored_form(store, layer, self._key, self._value)
-                store.ops.append_token(rows, key[:, :, 0], value[:, :, 0], **options)
-            else:
-                store.ops.append_rotated(rows, self._key[:, :, 0], self._value[:, :, 0], None, rotation, **options)
+            store.ops.append_token(store.rows(self._layer), key, value, **options)
             self._held = SharedAttention()
 
 

@@ -262,9 +262,9 @@ class Store:
         return self._rotation(self.value_dim)
 
     @property
-    def rotation(self) -> Rotation | None:
-        """Rotations of keys and values; None if channels are not rotated."""
-        return Rotation(self.key_rotation, self.value_rotation) if self.config.rotate else None
+    def rotation(self) -> Rotation:
+        """Rotations of keys and values."""
+        return Rotation(self.key_rotation, self.value_rotation)
 
     def _rotation(self, dim: int) -> Tensor | None:
         return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None

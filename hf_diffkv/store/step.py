@@ -121,7 +121,7 @@ def bound_rows(store: Store, high: np.ndarray, low: np.ndarray, lookahead: int) 
 
     def bounds(layers: slice | int) -> Bounds:
         given = [(counts[layers].ravel(), lookahead, capacity, store.device) for counts, capacity in tiers]
-        return Bounds(longest, tiers=given)
+        return Bounds(longest, given)
 
     store.all_bounds = bounds(slice(None))
     store.layer_bounds = [bounds(layer) for layer in range(store.num_layers)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chosen_ops import compact_step, load_tokens, move_tokens, prefill_attention, store_tokens
+from chosen_ops import compact_windows, load_tokens, move_tokens, prefill_attention, store_tokens
 from rows import RandomRows, random_rows
 
 from hf_diffkv.config import Precision
@@ -249,12 +249,12 @@ def test_compaction(device, heads: int = 8, batch: int = 64) -> None:
         flag = torch.zeros(1, dtype=torch.int32, device=device)
         limits = [torch.full((batch, heads), limit, device=device) for limit in (0.6, 0.0005)]
         for step in range(3):
-            held.window_start.fill_(936 + step)
             held.length.fill_(1000 + step)
             held.window_score.copy_(torch.rand(held.window_score.shape, device=device, generator=generator) * 64)
-            leaving = torch.rand(batch, device=device, generator=generator) < 0.9
+            full = torch.rand(batch, device=device, generator=generator) < 0.9
+            held.window_start.copy_(torch.where(full, 936 + step, 937 + step))
             with use_backend(backend):
-                compact_step(held, leaving, *limits, bounds=mine.bounds, flag=flag)
+                compact_windows(held, 63, *limits, bounds=mine.bounds, flag=flag)
         assert int(flag) == 0
         used = held.page_table[held.page_table != 0]
         everything = torch.cat([used, held.free_list.ids().to(used.dtype)]).sort().values

@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_diffkv.native.library import CorruptMemoryError
 from hf_diffkv.ops.decode_attention import native, reference
 from hf_diffkv.ops.softmax import SharedAttention, Softmax
-from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
 pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
@@ -126,7 +125,7 @@ def test_several_layers_join_what_tokens_receive(threads, dtype: torch.dtype) ->
         mine.last = theirs.last = last
         softmax = Softmax(case.scaling)
         got = native.decode_attention(query, case.rows(), softmax, held=mine)
-        expected = reference.decode_attention(query, twin.rows(), softmax, bounds=Bounds(0, twin.tiles(0)), held=theirs)
+        expected = reference.decode_attention(query, twin.rows(), softmax, bounds=twin.bounds(0), held=theirs)
         torch.testing.assert_close(got, expected, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-2)
     for row in range(3):
         accuracy = 2e-6 if dtype == torch.float32 else 2e-3

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention.reference import decode_attention
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.ops.tiles import Bounds, build_tiles
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import LayerRows, PageLayout
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
@@ -82,11 +82,11 @@ class Case:
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
-    def tiles(self, slack: int) -> tuple:
-        """Pieces for what the host may know: counts within `slack` tokens, on either side, of the true ones."""
-        return tuple(
-            build_tiles((count.numpy() - slack).clip(0), 2 * slack, tier.capacity, count.device)
-            for count, tier in zip(self.store.counts, (self.layout.high, self.layout.low))
+    def bounds(self, slack: int) -> Bounds:
+        """What the host may know: counts within `slack` tokens, on either side, of the true ones."""
+        tiers = zip(self.store.counts, (self.layout.high, self.layout.low))
+        return Bounds(
+            0, [((count.numpy() - slack).clip(0), 2 * slack, tier.capacity, count.device) for count, tier in tiers]
         )
 
     def rows(self) -> LayerRows:
@@ -101,7 +101,7 @@ class Case:
 
     def run(self, slack: int = 0, softcap=None, sinks=None, **options) -> Tensor:
         softmax = Softmax(self.scaling, softcap, sinks)
-        return decode_attention(self.query, self.rows(), softmax, bounds=Bounds(0, self.tiles(slack)), **options)
+        return decode_attention(self.query, self.rows(), softmax, bounds=self.bounds(slack), **options)
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, list[float]]:
         """Keys, values and scores of a row, in float64: high, low, window from oldest to newest."""

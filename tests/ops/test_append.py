@@ -5,7 +5,7 @@ from __future__ import annotations
 import interpreted  # noqa: F401
 import pytest
 import torch
-from chosen_ops import append_rotated, append_token
+from chosen_ops import append_token
 from torch import Tensor
 
 from hf_diffkv.config import Precision
@@ -115,7 +115,7 @@ def test_tokens_are_rotated_on_their_way(backend, dtype, dims, centered, error) 
     rotation = Rotation(*(rotation_matrix(dim, torch.float32, CPU) for dim in dims))
     with use_backend(backend):
         valid = torch.tensor([True, False, True])
-        got = append_rotated(rows, key, value, query, rotation, limit=1e4, valid=valid)
+        got = append_token(rows, key, value, limit=1e4, valid=valid, query=query, rotation=rotation)
     assert got.dtype == dtype and got.is_contiguous()
     torch.testing.assert_close(got.double(), expected, rtol=error, atol=error)
     for request in (0, 2):
@@ -130,7 +130,7 @@ def test_tokens_are_rotated_on_their_way(backend, dtype, dims, centered, error) 
     # what a rotation makes too large, without queries
     large = rotation.value.sign()[:, 0].mul(9000).to(dtype).expand_as(value)
     with use_backend(backend):
-        assert append_rotated(rows, key, large, None, rotation, limit=1e4) is None
+        assert append_token(rows, key, large, limit=1e4, rotation=rotation) is None
     assert rows.invalid
 
 

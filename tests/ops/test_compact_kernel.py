@@ -17,7 +17,7 @@ from hf_diffkv.ops.compact import launch, reference
 from hf_diffkv.ops.compact.kernels import pair_ranks, sum_totals
 from hf_diffkv.ops.quantize import launch as quantize_launch
 from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens
-from hf_diffkv.ops.tiles import Bounds, build_tiles
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout, column
 from hf_diffkv.pages.segments import Contents, segments
 from tools.kernels.rows import given_rows
@@ -132,12 +132,13 @@ class State:
             high_count=self.by_head(self.high_count),
             low_count=self.by_head(self.low_count),
             window_score=score[:, :, None],
-            window_start=position.clone(),
+            # a window that nothing leaves is empty
+            window_start=torch.where(leaving, position, length.to(position.dtype)),
             length=length,
         )
         thresholds = [None if each is None else self.by_head(each) for each in thresholds]
-        op.compact_step(rows, leaving, *thresholds, **options)
-        assert torch.equal(rows.window_start, position + leaving)
+        op.compact_windows(rows, 0, *thresholds, **options)
+        assert torch.equal(rows.window_start, torch.where(leaving, position + 1, length))
 
     def token(self, row):
         """All stored tokens of a row: {position: (tier, score, key, value)}."""
@@ -163,11 +164,11 @@ def run_kernel(state, candidates, thresholds, flag=None):
 
 
 def run_reference(state, candidates, thresholds):
-    tiles = tuple(
-        build_tiles(count.numpy().astype(np.int64), 0, tier.capacity, CPU)
+    tiers = [
+        (count.numpy().astype(np.int64), 0, tier.capacity, CPU)
         for count, tier in ((state.high_count, state.layout.high), (state.low_count, state.layout.low))
-    )
-    state.compact(reference, candidates, thresholds, bounds=Bounds(0, tiles))
+    ]
+    state.compact(reference, candidates, thresholds, bounds=Bounds(0, tiers))
 
 
 def assert_alike(got, expected):

@@ -12,9 +12,9 @@ from hand_pages import HandStore, read_token, write_token
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact import DenseTokens, NewTokens, rewrite_rows, stored_tokens
-from hf_diffkv.ops.compact.reference import compact_step
+from hf_diffkv.ops.compact.reference import compact_windows
 from hf_diffkv.ops.table import ops_for_rows
-from hf_diffkv.ops.tiles import Bounds, build_tiles
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout, PagePool
 
 DIM = 16
@@ -111,19 +111,21 @@ class Rows:
 
 def run_step(rows: Rows, candidates: list[Token], leaving: list[bool], high: list[float], low: list[float]) -> None:
     key, value = (torch.from_numpy(np.stack(part)).to(DTYPE) for part in zip(*((c.key, c.value) for c in candidates)))
-    tiles = tuple(
-        build_tiles(count.numpy(), 1, tier.capacity, torch.device("cpu"))
+    tiers = [
+        (count.numpy(), 1, tier.capacity, torch.device("cpu"))
         for count, tier in zip((rows.high_count, rows.low_count), TIERS)
-    )
+    ]
     # one head, whose windows hold a candidate each
+    length, position = torch.tensor(rows.length), torch.tensor([c.position for c in candidates])
     window = {
         "window_score": torch.tensor([c.score for c in candidates], dtype=torch.float32)[:, None, None],
-        "window_start": torch.tensor([c.position for c in candidates]),
-        "length": torch.tensor(rows.length),
+        # a window that nothing leaves is empty
+        "window_start": torch.where(torch.tensor(leaving), position, length),
+        "length": length,
     }
     layer = rows.layer(key[:, None, None], value[:, None, None], **window)
     thresholds = (torch.tensor(each, dtype=torch.float32)[:, None] for each in (high, low))
-    compact_step(layer, torch.tensor(leaving), *thresholds, bounds=Bounds(0, tiles))
+    compact_windows(layer, 0, *thresholds, bounds=Bounds(0, tiers))
 
 
 def algorithm_one(

@@ -15,7 +15,7 @@ from hf_diffkv.ops.decode_attention import launch, reference
 from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch
 from hf_diffkv.ops.quantize import reference as quantize
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.ops.tiles import Bounds, build_tiles
+from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout
 from hf_diffkv.pages.segments import Contents, as_scores, segments
 from hf_diffkv.precision import SUPPORTED_BITS
@@ -144,13 +144,13 @@ def run_kernel(case, splits=3, block=32, scratch=None, operand=None, softcap=Non
 def run_reference(case, softcap=None, sinks=None, **options):
     """The oracle needs a window without NaN, as the cache keeps it."""
     rows = case.rows
-    tiles = tuple(
-        build_tiles(rows.counts[tier].flatten().numpy(), 0, layout.capacity, torch.device("cpu"))
+    tiers = [
+        (rows.counts[tier].flatten().numpy(), 0, layout.capacity, torch.device("cpu"))
         for tier, layout in ((HIGH, case.layout.high), (LOW, case.layout.low))
-    )
+    ]
     clean = replace(rows, window_key=rows.window_key.nan_to_num(), window_value=rows.window_value.nan_to_num())
     return reference.decode_attention(
-        case.query, clean, Softmax(case.scaling, softcap, sinks), bounds=Bounds(0, tiles), **options
+        case.query, clean, Softmax(case.scaling, softcap, sinks), bounds=Bounds(0, tiers), **options
     )
 
 

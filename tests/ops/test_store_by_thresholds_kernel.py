@@ -95,10 +95,9 @@ class State:
             rank[1] = torch.where(rank[1] < padded, -1, rank[1] - padded)
             count[1] -= padded
         matrix = rotation_matrix(self.dim, torch.float32, CPU) if self.rotates else None
-        rotation = None if matrix is None else Rotation(matrix, matrix)
         whole = (rows.window_start == rows.sink_end) & (rows.length + count - rows.window_start > WINDOW)
         new = PromptTokens(key, value, rank if padded else None, count if padded else None)
-        placement = Placement(WINDOW, 1e4, rotation, self.rotates and bool(whole.any()), feedback)
+        placement = Placement(WINDOW, 1e4, Rotation(matrix, matrix), self.rotates and bool(whole.any()), feedback)
         return new, placement, received
 
     def tokens(self, tier: int) -> set[tuple[int, int]]:

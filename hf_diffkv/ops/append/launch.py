@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import triton
@@ -13,9 +12,10 @@ from torch import Tensor
 from ...pages import LayerRows
 from ..backend import device_of, unit_stride
 from ..quantize.launch import check_dtype, dot_dtype
-from ..rotation import Rotation
+from ..rotation import NO_ROTATION, Rotation
 from ..rotation_kernel import INNER, root, rotate
 from .kernels import append_kernel
+from .reference import stored_form
 
 # elements of keys, or of values, that a program and one of its warps process at once
 PROGRAM_ELEMENTS = 4096
@@ -27,17 +27,6 @@ NUM_STAGES = 1
 WIDEST_ROTATED = 256
 
 
-def append_rotated(
-    rows: LayerRows, key: Tensor, value: Tensor, query: Tensor | None, rotation: Rotation, **options: Any
-) -> Tensor | None:
-    """Rotates keys and values and appends them, usually in one launch; arguments and result as in the reference."""
-    if max(key.shape[2], value.shape[2]) <= WIDEST_ROTATED:
-        return append_token(rows, key, value, query=query, rotation=rotation, **options)
-    key = rotate(key[:, :, None], rotation.key, rows.offset)[:, :, 0]
-    append_token(rows, key, rotate(value[:, :, None], rotation.value)[:, :, 0], **options)
-    return None if query is None else rotate(query[:, :, None], rotation.key)[:, :, 0]
-
-
 def append_token(
     rows: LayerRows,
     key: Tensor,
@@ -46,30 +35,26 @@ def append_token(
     limit: float,
     valid: Tensor | None = None,
     query: Tensor | None = None,
-    rotation: Rotation | None = None,
+    rotation: Rotation = NO_ROTATION,
 ) -> Tensor | None:
-    """Appends one token per request; further arguments as in the reference.
-
-    Args:
-        query: query states to rotate like keys, [batch, query_heads, key_dim], or None.
-        rotation: rotations of keys and values, or None; with one, the rows' offset is subtracted from keys.
-
-    Returns:
-        The rotated query, contiguous; None without a query.
-    """
+    """Appends one token per request, usually in one launch; arguments and result as in the reference."""
     check_dtype(key.dtype)
     rows.check_tokens(key, value)
     heads, high = rows.heads, rows.layout.high
-    held_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    rotates = rotation.key is not None and max(high.key_dim, high.value_dim) <= WIDEST_ROTATED
+    if not rotates:
+        key, value, held_query = stored_form(rotate, rows, key, value, query, rotation)
+        query, rotation = None, NO_ROTATION
+    else:
+        held_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if rows.batch == 0:
         return held_query
     key, value = unit_stride(key), unit_stride(value)
-    constants, warps = _tile(heads, high.key_dim, high.value_dim, None if rotation is None else key)
+    constants, warps = _tile(heads, high.key_dim, high.value_dim, key if rotates else None)
     query_heads, query_strides = 0, (0, 0)
     if query is not None:
         query = unit_stride(query)
         query_heads, query_strides = query.shape[1], query.stride()[:2]
-    matrices = (None, None, None) if rotation is None else (rotation.key, rotation.value, rows.offset)
     flags = None if valid is None else valid.to(torch.bool).contiguous().view(torch.uint8)
     with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
         append_kernel[(rows.batch, 1 + triton.cdiv(query_heads, constants["HEADS"]))](
@@ -84,7 +69,9 @@ def append_token(
             rows.sink_end,
             query,
             held_query,
-            *matrices,
+            rotation.key,
+            rotation.value,
+            rows.offset,
             limit,
             rows.slots,
             rows.sink_slots,

@@ -15,7 +15,7 @@ from ..rounding import ModelFeedback
 from ..tiles import Bounds
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
-from .reference import Candidates, candidates
+from .reference import candidates
 
 SEARCH_TOKENS = 1024  # tokens that a program of the victim search reads at a time
 SEARCH_PROGRAMS = 4096  # long rows are split until about this many programs run
@@ -24,9 +24,9 @@ TOTALS_CHUNK = 256
 MOVE_ELEMENTS = 256  # elements of a tile of moved tokens, for one warp: no exchange between warps and no spills
 
 
-def compact_step(
+def compact_windows(
     rows: LayerRows,
-    leaving: Tensor,
+    window: int,
     high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
@@ -36,22 +36,13 @@ def compact_step(
 ) -> None:
     """Compacts all rows once; arguments as in the reference. The bounds only balance the work."""
     check_dtype(rows.dtype)
-    if rows.count:
-        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), bounds.max_tokens, flag, feedback)
-    rows.window_start.add_(leaving)
-
-
-def _move(
-    rows: LayerRows,
-    candidate: Candidates,
-    thresholds: tuple[Tensor, Tensor | None],
-    max_tokens: int,
-    flag: Tensor,
-    feedback: ModelFeedback | None,
-) -> None:
     layout, count, device = rows.layout, rows.count, rows.device
+    if count == 0:
+        return
+    leaving = rows.length - rows.window_start > window
+    candidate = candidates(rows, leaving)
     blocks = triton.cdiv(count, PLAN_ROWS)
-    splits, split_pages = _splits(layout, count, max_tokens) if layout.selects else (0, 0)
+    splits, split_pages = _splits(layout, count, bounds.max_tokens) if layout.selects else (0, 0)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
@@ -59,15 +50,14 @@ def _move(
     victims = (None, None, None)
     if layout.selects:
         victims = (scratch(splits, count, dtype=torch.float32), *scratch(2, splits, count))
-    high_threshold, low_threshold = (None if each is None else each.reshape(-1).contiguous() for each in thresholds)
     given = {
         **row_arguments(rows),
         **candidate._asdict(),
         "leaving": candidate.leaving.view(torch.uint8),
         "key_stride": candidate.key.stride(0),
         "value_stride": candidate.value.stride(0),
-        "high_threshold": high_threshold,
-        "low_threshold": low_threshold,
+        "high_threshold": high_threshold.contiguous(),
+        "low_threshold": None if low_threshold is None else low_threshold.contiguous(),
         **dict(zip(("victim_mean", "victim_position", "victim_index"), victims)),
         "splits": splits,
         "split_pages": split_pages,
@@ -88,16 +78,15 @@ def _move(
     run(assign_pages_kernel, (blocks,), BLOCK=PLAN_ROWS, CHUNK=TOTALS_CHUNK, num_warps=4)
     move_rows = max(1, MOVE_ELEMENTS // triton.next_power_of_2(max(layout.high.key_dim, layout.high.value_dim)))
     run(move_tokens_kernel, (triton.cdiv(count, move_rows),), BLOCK=move_rows, num_warps=1)
+    rows.window_start.add_(leaving)
 
 
 def _given(feedback: ModelFeedback | None, rows: LayerRows) -> dict[str, object]:
     """Returns the feedback as arguments of the kernel."""
     if feedback is None:
-        nothing = {"feedback": None, "layer": None, "head": None}
-        return {**nothing, "layer_rows": 1, "heads": 1, "model_heads": 1}
-    sizes = {"layer_rows": rows.count // feedback.layer.numel(), "heads": rows.heads}
-    tensors = {"feedback": feedback.matrix, "layer": feedback.layer, "head": feedback.head}
-    return {**tensors, **sizes, "model_heads": feedback.matrix.shape[1]}
+        return {"feedback": None, "layer": None, "head": None, "layer_rows": 1, "model_heads": 1}
+    sizes = {"layer_rows": rows.count // feedback.layer.numel(), "model_heads": feedback.matrix.shape[1]}
+    return {"feedback": feedback.matrix, "layer": feedback.layer, "head": feedback.head, **sizes}
 
 
 def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:

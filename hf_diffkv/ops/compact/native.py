@@ -12,23 +12,8 @@ from ...pages import LayerRows
 from ..rounding import ModelFeedback
 from ..tiles import Bounds
 
-
-def compact_step(
-    rows: LayerRows,
-    leaving: Tensor,
-    high_threshold: Tensor,
-    low_threshold: Tensor | None,
-    *,
-    flag: Tensor,
-    bounds: Bounds | None = None,
-    feedback: ModelFeedback | None = None,
-) -> None:
-    """Compacts all rows once; arguments as in the reference. The bounds are not used.
-
-    Raises:
-        CorruptMemoryError: a table entry is not a page, or counts do not fit the table; nothing has changed.
-    """
-    _compact(rows, (high_threshold, low_threshold), flag, feedback, leaving=leaving.contiguous())
+# filled argument blocks of the rows of stores; records of rows live until one of their tensors moves
+_blocks: WeakKeyDictionary[LayerRows, Compaction] = WeakKeyDictionary()
 
 
 def compact_windows(
@@ -41,24 +26,11 @@ def compact_windows(
     bounds: Bounds | None = None,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Compacts the rows of overfull windows; arguments as in the reference. The bounds are not used."""
-    _compact(rows, (high_threshold, low_threshold), flag, feedback, window=window)
+    """Compacts all rows once; arguments as in the reference. The bounds are not used.
 
-
-# filled argument blocks of the rows of stores; records of rows live until one of their tensors moves
-_blocks: WeakKeyDictionary[LayerRows, Compaction] = WeakKeyDictionary()
-
-
-def _compact(
-    rows: LayerRows,
-    thresholds: tuple[Tensor, Tensor | None],
-    flag: Tensor,
-    feedback: ModelFeedback | None,
-    *,
-    window: int = 0,
-    leaving: Tensor | None = None,
-) -> None:
-    """Compacts rows whose windows hold more than `window` tokens, or, if `leaving` is given, the rows that it marks."""
+    Raises:
+        CorruptMemoryError: a table entry is not a page, or counts do not fit the table; nothing has changed.
+    """
     block = _blocks.get(rows)
     if block is None:
         block = _blocks[rows] = _fixed_arguments(rows)
@@ -66,12 +38,11 @@ def _compact(
     set_rows(block, rows)
     free_list = rows.free_list
     block.ring, block.state, block.flag = map(address, (free_list.ring, free_list.state, flag))
-    block.window, block.leaving = window, address(leaving)
-    block.feedback = None
+    block.window, block.feedback = window, None
     if feedback is not None:
         block.feedback, block.layer, block.head = map(address, (feedback.matrix, feedback.layer, feedback.head))
         block.layer_rows, block.model_heads = block.row_count // feedback.layer.numel(), feedback.matrix.shape[1]
-    kept = [None if each is None else each.contiguous() for each in thresholds]
+    kept = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
     block.high_threshold, block.low_threshold = map(address, kept)
     block.threads = torch.get_num_threads()
     call("compact", block)
@@ -83,5 +54,5 @@ def _fixed_arguments(rows: LayerRows) -> Compaction:
     block.slots, block.sink_slots = rows.slots, rows.sink_slots
     block.key, block.value = address(rows.window_key), address(rows.window_value)
     block.score, block.length = address(rows.window_score), address(rows.length)
-    block.position = block.advance = address(rows.window_start)
+    block.position = address(rows.window_start)
     return block

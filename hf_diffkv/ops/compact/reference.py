@@ -5,7 +5,7 @@ A row is one (layer, request, KV head). Nothing is read back to the host: rows w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ...pages.segments import Contents, as_positions, as_scores, segments
 from ..quantize.reference import load_tokens, store_tokens
 from ..rounding import LARGEST_BITS, ModelFeedback
 from ..rounding.reference import round_keys
-from ..table import Ops
 from ..tiles import Bounds, Tiles
 
 
@@ -56,9 +55,9 @@ def candidates(rows: LayerRows, leaving: Tensor) -> Candidates:
     return Candidates(key, value, score, *map(of_rows, (rows.window_start, leaving, rows.length)))
 
 
-def compact_step(
+def compact_windows(
     rows: LayerRows,
-    leaving: Tensor,
+    window: int,
     high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
@@ -66,13 +65,13 @@ def compact_step(
     flag: Tensor | None = None,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Moves the oldest token of windows to a tier, displacing at most one victim, or prunes it.
+    """Moves the oldest token of overfull windows to a tier, displacing at most one victim, or prunes it.
 
     The start of these windows advances by one.
 
     Args:
         rows: rows of all layers; the caller guarantees one free page per row and tier.
-        leaving: True for windows that a token leaves, bool [batch].
+        window: number of tokens besides sinks that a window may keep.
         high_threshold, low_threshold: thresholds on mean significance, float32 [batch, heads]. If pages have no scores,
             `alpha_high` of `rows` and None: candidates go to the high tier where it is 0, otherwise to the low tier.
         bounds: the host's upper bounds on the rows' lengths, with tiles.
@@ -82,16 +81,9 @@ def compact_step(
         feedback: matrices by which keys of at most `LARGEST_BITS` bits are rounded, victims' keys included; None rounds
             to nearest.
     """
+    leaving = rows.length - rows.window_start > window
     _move(rows, candidates(rows, leaving), high_threshold, low_threshold, bounds.tiles, feedback)
     rows.window_start.add_(leaving)
-
-
-def compact_windows(
-    ops: Ops, rows: LayerRows, window: int, high_threshold: Tensor, low_threshold: Tensor | None, **options: Any
-) -> None:
-    """Compacts all rows whose windows hold more than `window` tokens, by the step of `ops`; arguments as there."""
-    leaving = rows.length - rows.window_start > window
-    ops.compact_step(rows, leaving, high_threshold, low_threshold, **options)
 
 
 def _move(

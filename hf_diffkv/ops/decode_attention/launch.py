@@ -8,15 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ...pages import LayerRows, PageLayout
+from ...pages import LayerRows
 from ..backend import takes_latents
+from ..quantize.launch import check_dtype
 from ..softmax import SharedAttention, Softmax
 from ..tiles import Bounds
 from .finish_kernel import finish_kernel
 from .kernels import attend_kernel
 from .latent_kernel import latent_kernel
-from .rows import LOG2_E
-from .scratch import TRITON_DTYPES, KernelConfig, Scratch, is_absorbed
+from .scratch import Scratch, is_absorbed
 from .splits import MIN_BLOCKS
 
 # splits that are merged at once; the second number where there are more, as one load would wait for another
@@ -52,8 +52,8 @@ def decode_attention(
     Returns:
         Attention output, [batch, query_heads, value_dim] in the query's dtype.
     """
-    layout, scaling, softcap = rows.layout, softmax.scaling, softmax.softcap
-    _check_query(query, rows, scaling)
+    layout = rows.layout
+    _check_query(query, rows, softmax.scaling)
     query_heads = query.shape[1]
     group = query_heads // rows.heads
     max_tokens = max(int(bounds.max_tokens), 1)
@@ -66,10 +66,7 @@ def decode_attention(
         return output
     if valid is not None:
         valid = valid.to(torch.bool).contiguous().view(torch.uint8)
-    logit_scale, cap = scaling * LOG2_E.value, None
-    if softcap is not None:
-        logit_scale, cap = 2 * scaling * LOG2_E.value / softcap, softcap * LOG2_E.value
-    constants = kernel_constants(layout, group, config)
+    logit_scale, cap = softmax.factors()
     shared = {
         "pages": rows.pages,
         "page_table": rows.page_table,
@@ -91,6 +88,11 @@ def decode_attention(
         "splits": scratch.splits,
         "positions": scratch.logits.shape[1] if layout.selects else 0,
         "blocks": scratch.block_peak.shape[1] if layout.selects else 0,
+        "HIGH": layout.high,
+        "LOW": layout.low,
+        "GROUP": group,
+        "HEADS": config.heads,
+        "BLOCK": config.block,
     }
     attending = {
         "query": query.contiguous(),
@@ -101,7 +103,11 @@ def decode_attention(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         **dict(config.options),
-        **constants["attend"],
+        "MIN_BLOCKS": MIN_BLOCKS,
+        "OPERAND": config.operand,
+        "RAW": config.raw,
+        "MODE": config.mode,
+        "ONE_TIER": layout.one_tier,
     }
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         if is_absorbed(query, layout):
@@ -110,7 +116,7 @@ def decode_attention(
             latent_kernel[(rows.count, blocks_of_heads, scratch.splits)](**attending, **unscored)
         else:
             attend_kernel[(rows.count, scratch.splits)](**attending, **shared)
-        joining = _joining(held, scratch.logits) if layout.selects else {}
+        joining = _joining(held, scratch.logits)
         shares = _shares(rows.count, scratch) if layout.selects else 0
         finish_kernel[(rows.count, group + shares)](
             window_score=rows.window_score,
@@ -119,9 +125,11 @@ def decode_attention(
             output=output,
             shares=shares,
             SPLIT_BLOCK=SPLIT_BLOCKS[0] if scratch.splits <= SPLIT_BLOCKS[0] else SPLIT_BLOCKS[1],
+            LANES=triton.next_power_of_2(layout.high.value_dim),
+            TOKENS=SHARE_TOKENS,
             num_warps=FINISH_WARPS,
             **shared,
-            **{**constants["finish"], **joining},
+            **joining,
         )
     return output
 
@@ -132,10 +140,10 @@ def _shares(rows: int, scratch: Scratch) -> int:
     return min(triton.cdiv(scratch.max_tokens, SHARE_TOKENS) + 2, most)
 
 
-def _joining(held: SharedAttention | None, logits: Tensor) -> dict[str, bool]:
+def _joining(held: SharedAttention | None, logits: Tensor | None) -> dict[str, bool]:
     """Returns the constants for joining scores over several layers; creates the buffer for the first layer."""
-    if held is None:
-        return {}
+    if held is None or logits is None:
+        return {"FOLD": False, "HOLD": False}
     fold = held.received is not None
     if not fold:
         held.received = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
@@ -144,37 +152,8 @@ def _joining(held: SharedAttention | None, logits: Tensor) -> dict[str, bool]:
     return {"FOLD": fold, "HOLD": not held.last}
 
 
-def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> dict[str, dict[str, object]]:
-    """Returns the compile-time arguments of the two kernels, "attend" and "finish"."""
-    shared = {
-        "HIGH": layout.high,
-        "LOW": layout.low,
-        "GROUP": group,
-        "HEADS": config.heads,
-        "BLOCK": config.block,
-    }
-    return {
-        "attend": {
-            **shared,
-            "MIN_BLOCKS": MIN_BLOCKS,
-            "OPERAND": config.operand,
-            "RAW": config.raw,
-            "MODE": config.mode,
-            "ONE_TIER": layout.one_tier,
-        },
-        "finish": {
-            **shared,
-            "LANES": triton.next_power_of_2(layout.high.value_dim),
-            "TOKENS": SHARE_TOKENS,
-            "FOLD": False,
-            "HOLD": False,
-        },
-    }
-
-
 def _check_query(query: Tensor, rows: LayerRows, scaling: float) -> None:
-    if query.dtype not in TRITON_DTYPES:
-        raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
+    check_dtype(query.dtype)
     # rows stored at 16 bits are read in the query's dtype
     if query.dtype != rows.dtype:
         raise ValueError(f"query is {query.dtype} but the stored tokens are {rows.dtype}; convert the query.")

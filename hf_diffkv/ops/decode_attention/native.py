@@ -44,7 +44,7 @@ def append_and_attend(
     rows: LayerRows,
     softmax: Softmax,
     *,
-    rotation: Rotation | None,
+    rotation: Rotation,
     limit: float,
     bounds: Bounds | None = None,
     valid: Tensor | None = None,
@@ -56,7 +56,7 @@ def append_and_attend(
         block = _blocks[rows] = step_block(rows)
         block.key_offset = address(rows.offset)
     block.rows.pages, block.rows.page_count = rows.pool.address, rows.pool.capacity
-    block.limit, block.rotate = limit, rotation is not None
+    block.limit, block.rotate = limit, rotation.key is not None
     kept = set_token(block, key, value)
     output = attend(block, query, softmax, valid=valid)
     del kept

@@ -139,7 +139,7 @@ def append_and_attend(
     rows: LayerRows,
     softmax: Softmax,
     *,
-    rotation: Rotation | None,
+    rotation: Rotation,
     limit: float,
     valid: Tensor | None = None,
     **options: Any,
@@ -151,7 +151,7 @@ def append_and_attend(
         query, key, value: states of the model, [batch, query_heads or heads, 1, dim]; the query may be absorbed.
         rows: rows to append to and attend to.
         softmax: softmax parameters of the layer.
-        rotation: rotations of keys and values, or None.
+        rotation: rotations of keys and values.
         limit: largest magnitude that can be stored.
         valid, **options: arguments of `decode_attention`.
 
@@ -159,18 +159,17 @@ def append_and_attend(
         Attention output in the model's form, [batch, query_heads, 1, value_dim] in the query's dtype.
     """
     query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-    if rotation is None:
-        key = ops.rotate(key[:, :, None], None, rows.offset)[:, :, 0]
-        ops.append_token(rows, key, value, limit=limit, valid=valid)
-    elif query.shape[-1] == key.shape[-1]:
-        query = ops.append_rotated(rows, key, value, query, rotation, limit=limit, valid=valid)
-    else:
-        ops.append_rotated(rows, key, value, None, rotation, limit=limit, valid=valid)
+    given = {"limit": limit, "valid": valid, "rotation": rotation}
+    absorbed = query.shape[-1] != key.shape[-1]
+    entered = ops.append_token(rows, key, value, query=None if absorbed else query, **given)
+    if not absorbed:
+        query = entered
+    elif rotation.key is not None:
         parts = zip(query[None].split([key.shape[-1], value.shape[-1]], dim=-1), (rotation.key, rotation.value))
         query = torch.cat([ops.rotate(part, matrix)[0] for part, matrix in parts], dim=-1)
     output = ops.decode_attention(query, rows, softmax, valid=valid, **options)
     # heads are passed as tokens: tiles of one token each would read the matrix once per tile
-    return (output if rotation is None else ops.rotate(output[None], rotation.value.mT)[0])[:, :, None]
+    return (output if rotation.value is None else ops.rotate(output[None], rotation.value.mT)[0])[:, :, None]
 
 
 @dataclass

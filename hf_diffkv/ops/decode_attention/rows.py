@@ -23,9 +23,8 @@ def softmax_step(peak, sums, products, present, logit_scale, cap):
 
     Returns the new peak [HEADS], the new sums, the decay of the old ones, the weights and the shifted logits.
 
-    Logits are logit_scale * products in units of log2, with a positive scale. With a softcap, logit_scale is
-    2 * scaling * log2(e) / softcap and cap is softcap * log2(e). `sums` [tokens, HEADS] is reduced over tokens only
-    after the loop, which saves shuffles.
+    `logit_scale`, which is positive, and `cap` are results of `Softmax.factors`. `sums` [tokens, HEADS] is reduced over
+    tokens only after the loop, which saves shuffles.
     """
     if cap is not None:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)

@@ -14,7 +14,7 @@ from ..backend import device_of
 from ..dequant import PORTABLE, PTX, fields
 from ..quantize.launch import TRITON_DTYPES
 from .rows import STEP, columns
-from .splits import backend_of, choose_splits, programs_per_processor
+from .splits import backend_of, choose_splits, warps_at_once
 
 MOST_REGISTERS = 255
 # registers per thread of a one-warp program; from 169 to 255 eight run on a multiprocessor, but loops are scheduled
@@ -24,6 +24,10 @@ ONE_WARP_REGISTERS = 200
 TWELVE_WARPS_REGISTERS = 168
 # registers for padded rows and two tiers, which would spill otherwise
 PADDED_REGISTERS = 224
+# gfx942: a compute unit has four parts, each with registers for one wave of this kernel
+HIP_WAVES = 4
+# the interpreter runs programs one by one; this number makes tests use splits
+INTERPRETER_PROGRAMS = 20
 # query heads of a program with latents
 LATENT_HEADS = 16
 
@@ -126,9 +130,19 @@ class KernelConfig:
         return cls(LATENT_HEADS, 32, 8, 2, PTX, tl.float16, raw)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
-        """Returns the number of programs that a multiprocessor of `device` runs at once."""
+        """Returns the number of programs that fit the registers and shared memory of a multiprocessor of `device`."""
+        backend = backend_of(device)
+        if backend == "cpu":
+            return INTERPRETER_PROGRAMS
+        if backend == "hip":
+            return max(1, HIP_WAVES // self.num_warps)
+        limits = device_of(device)
         registers = dict(self.options).get("maxnreg", MOST_REGISTERS)
-        return programs_per_processor(layout, self.block, self.num_warps, self.num_stages, registers, device)
+        row = max(tier.key_row + tier.value_row for tier in (layout.high, layout.low))
+        # prefetched rows, and 3 KiB for everything else, including 1 KiB for the system
+        shared = max(self.num_stages - 1, 1) * self.block * row + 3072
+        by_registers = warps_at_once(registers, limits.registers) // self.num_warps
+        return max(1, min(by_registers, limits.shared // shared))
 
 
 def _fits_twelve_warps(layout: PageLayout, group: int) -> bool:
@@ -207,16 +221,13 @@ class Scratch:
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=place)
 
-        def for_scores(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            return buffer(*shape, dtype=dtype) if layout.selects else None
-
         return cls(
             config=config,
             output=buffer(count, splits, group, layout.high.value_dim),
             peak=buffer(count, splits, group),
             total=buffer(count, splits, group),
-            logits=for_scores(count, positions, columns(group), dtype=torch.float16),
-            block_peak=for_scores(count, blocks, columns(group)),
+            logits=buffer(count, positions, columns(group), dtype=torch.float16) if layout.selects else None,
+            block_peak=buffer(count, blocks, columns(group)) if layout.selects else None,
             max_tokens=max_tokens,
             slots=slots,
         )

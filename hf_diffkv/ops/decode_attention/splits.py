@@ -1,10 +1,9 @@
-"""Number of decode attention programs that a device runs at once, and the resulting number of splits per row."""
+"""Number of splits per row in decode attention, and what a device runs at once."""
 
 from __future__ import annotations
 
 import torch
 
-from ...pages import PageLayout
 from ..backend import INTERPRETER, device_of
 
 MIN_BLOCKS = 2
@@ -16,12 +15,8 @@ MAX_SPLIT_TOKENS = 2048
 START_BLOCKS = 10
 MERGED, MERGE_BLOCKS = 64, 3
 NEARLY = 1.05
-# gfx942: a compute unit has four parts, each with registers for one wave of this kernel
-HIP_WAVES = 4
 # an NVIDIA multiprocessor has four register files; a warp's registers must fit into one of them
 REGISTER_FILES = 4
-# the interpreter runs programs one by one; this number makes tests use splits
-INTERPRETER_PROGRAMS = 20
 
 
 def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
@@ -46,32 +41,6 @@ def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
 
     durations = {splits: duration(splits) for splits in range(max(least, 1), most + 1)}
     return min(splits for splits, taken in durations.items() if taken <= NEARLY * min(durations.values()))
-
-
-def programs_per_processor(
-    layout: PageLayout, block: int, num_warps: int, num_stages: int, registers: int, device: torch.device
-) -> int:
-    """Returns the number of `attend_kernel` programs that fit a multiprocessor's registers and shared memory.
-
-    Args:
-        layout: layout of the pages.
-        block: tokens per step.
-        num_warps: warps per program.
-        num_stages: stages of software pipelining.
-        registers: upper bound on the registers per thread.
-        device: device of the tensors.
-    """
-    backend = backend_of(device)
-    if backend == "cpu":
-        return INTERPRETER_PROGRAMS
-    if backend == "hip":
-        return max(1, HIP_WAVES // num_warps)
-    limits = device_of(device)
-    row = max(tier.key_row + tier.value_row for tier in (layout.high, layout.low))
-    # prefetched rows, and 3 KiB for everything else, including 1 KiB for the system
-    shared = max(num_stages - 1, 1) * block * row + 3072
-    by_registers = warps_at_once(registers, limits.registers) // num_warps
-    return max(1, min(by_registers, limits.shared // shared))
 
 
 def warps_at_once(registers: int, held: int) -> int:

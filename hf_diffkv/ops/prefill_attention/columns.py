@@ -181,13 +181,13 @@ def column_scores(
 
 @triton.jit(
     do_not_specialize=[
-        *("page_table", "high_count", "low_count", "window_start", "past_length", "sink_end", "length"),
-        *("received_length", "group", "heads", "kv_heads", "table_width", "slots", "sink_slots", "window"),
+        *("table", "high_count", "low_count", "window_start", "past_length", "sink_end", "length"),
+        *("received_length", "group", "heads", "kv_heads", "width", "slots", "sink_slots", "window"),
     ]
 )
 def past_scores(
-    query, lse, received, extents, pages, page_table, high_count, low_count, window_key, window_start, past_length,
-    sink_end, length, received_length, group, heads, kv_heads, table_width, slots, sink_slots, window, scale, cap,
+    query, lse, received, extents, pages, table, high_count, low_count, window_key, window_start, past_length,
+    sink_end, length, received_length, group, heads, kv_heads, width, slots, sink_slots, window, scale, cap,
     query_batch, query_head, query_token,
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr, WINDOW: tl.constexpr,
@@ -220,7 +220,7 @@ def past_scores(
         return
 
     lane = tl.arange(0, BLOCK_N)
-    table = page_table + kv_row.to(tl.int64) * table_width
+    table += kv_row.to(tl.int64) * width
     # tokens past the end repeat the last one
     if block < high_blocks:
         token = block * BLOCK_N + lane
@@ -230,7 +230,7 @@ def past_scores(
         real = token < high
     elif block < paged_blocks:
         token = (block - high_blocks) * BLOCK_N + lane
-        base, slot = page_rows(pages, table + table_width - 1, tl.minimum(token, low - 1), -1, LOW)
+        base, slot = page_rows(pages, table + width - 1, tl.minimum(token, low - 1), -1, LOW)
         k = tier_tile(base, slot, LOW, True, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
         j = high + token
         real = token < low

@@ -94,7 +94,7 @@ def load_rows(rows, stride, start, there, DIM: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def soft_cap(x, cap):
-    """Returns cap * tanh(y) for x = 2 * log2(e) * y; see the launcher's `logit_factors`."""
+    """Returns cap * tanh(y) for x = 2 * log2(e) * y; see `Softmax.factors`."""
     return cap * (1.0 - 2.0 / (tl.math.exp2(x) + 1.0))
 
 
@@ -218,7 +218,7 @@ def flash_forward(
         allowed: mask that replaces the causal rule, uint8 [batch, length, length], or None.
         sinks: sink logits, [query_heads], or None.
         group: number of query heads per KV head.
-        scale, cap: results of the launcher's `logit_factors`; cap is None without a softcap.
+        scale, cap: results of `Softmax.factors`; cap is None without a softcap.
     """
     # longest blocks first, so that short ones fill the gaps at the end
     block = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from math import e, log2
-
 import torch
 import triton
 from torch import Tensor
 
 from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
-from ..backend import device_of, launch, unit_stride
+from ..backend import KERNELS, device_of, is_forced, launch, row_arguments, unit_stride
+from ..decode_attention.tier_math import padded
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
 from ..softmax import Softmax
+from . import cpu
 from .columns import column_scores, past_scores
 from .kernels import flash_forward, row_extents
 from .past_kernel import past_forward
@@ -21,7 +21,6 @@ from .tiles import (
     column_tile,
     extent_block,
     forward_tile,
-    padded,
     past_constants,
     past_dot,
     past_tile,
@@ -29,6 +28,8 @@ from .tiles import (
     value_width,
 )
 
+# tiles of wider heads would not fit a GPU's registers; PyTorch attends with them
+KERNEL_HEAD_DIM = 512
 # programs along the second and third axis of a launch
 LARGEST_GRID = 65535
 # number of programs that fills a large device several times
@@ -55,7 +56,16 @@ def prefill_attention(
     The output [batch, query_heads, Q, value_dim] is laid out in memory as [batch, Q, query_heads, value_dim]. The
     received attention [batch, kv_heads, P + Q] is float32. Inputs are copied if their last dimension is not contiguous.
     Nothing is copied to the host.
+
+    Raises:
+        ValueError: kernels do not support the arguments, or heads are too wide and `use_backend` forces the kernels.
     """
+    widest = max(key.shape[-1], value.shape[-1])
+    if widest > KERNEL_HEAD_DIM:
+        if is_forced(KERNELS):
+            raise ValueError(f"the kernels take head dimensions up to {KERNEL_HEAD_DIM}, not {widest}.")
+        options = {"past": past, "valid": valid, "mask": mask, "observed": observed}
+        return cpu.prefill_attention(query, key, value, softmax, **options)
     stored, dense, sinks = past.stored, past.exact, softmax.sinks
     given = {"valid": valid, "mask": mask, "sinks": sinks}
     given |= {"past_key": past.key, "past_value": past.value, "past_valid": past.valid} if dense else {}
@@ -75,7 +85,7 @@ def prefill_attention(
     if batch == 0 or length == 0:
         return output, received
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
-    scale, cap = logit_factors(softmax.scaling, softmax.softcap)
+    scale, cap = softmax.factors()
     target = device_of(device).target
     extents = behind = past_extents = past_key = past_value = past_valid = None
     if valid is not None:
@@ -194,7 +204,7 @@ def past_state(rows: LayerRows, longest: int, common: dict[str, object], target:
         "partial_total": buffer(),
         "splits": splits,
     }
-    given = common | _stored(rows) | past_constants(rows.layout, query.dtype, target) | partials
+    given = _stored(rows, common, target) | partials
     # converted here, because a conversion in the kernel would need more registers
     query = query.to(past_dot(rows.layout, query.dtype))
     given |= {"query": query} | strides("query", query)
@@ -212,7 +222,7 @@ def score_past(rows: LayerRows, longest: int, common: dict[str, object], tile: T
     # each level may end in a partial block
     blocks = triton.cdiv(longest, tile.block_n) + 2
     heads = heads_per_program(blocks * batch * common["kv_heads"], group)
-    given = common | _stored(rows) | past_constants(rows.layout, query.dtype, target)
+    given = _stored(rows, common, target)
     grid = (blocks, query_heads // heads, batch)
     launch(past_scores, grid, query.device, given, heads=heads, DOT=common["DOT"], **tile.options())
 
@@ -243,17 +253,6 @@ def check_past(rows: LayerRows, query: Tensor, kv_heads: int, value_dim: int) ->
         raise ValueError(f"what is stored has head dimensions {stored}, the new tokens have {needed}.")
     if rows.device != query.device:
         raise ValueError(f"what is stored is on {rows.device}, the query on {query.device}.")
-
-
-def logit_factors(scaling: float, softcap: float | None) -> tuple[float, float | None]:
-    """Returns (scale, cap), with which the kernels turn q . k into a logit in units of log2.
-
-    Without a softcap the logit is scale * (q . k). With one it is softcap * tanh(scaling * (q . k) / softcap). The
-    kernels compute tanh(x / 2) as 1 - 2 / (exp(x) + 1), so scale yields x * log2(e), and cap is softcap * log2(e).
-    """
-    if softcap is None:
-        return scaling * log2(e), None
-    return 2 * scaling * log2(e) / softcap, softcap * log2(e)
 
 
 def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | None]:
@@ -303,18 +302,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given:
             raise ValueError(f"{name} must be bool, not {tensor.dtype}.")
 
 
-def _stored(rows: LayerRows) -> dict[str, object]:
-    return {
-        "pages": rows.pages,
-        "page_table": rows.page_table,
-        "high_count": rows.high_count,
-        "low_count": rows.low_count,
-        "window_key": rows.window_key,
-        "window_value": rows.window_value,
-        "window_start": rows.window_start,
-        "past_length": rows.length,
-        "sink_end": rows.sink_end,
-        "table_width": rows.width,
-        "slots": rows.slots,
-        "sink_slots": rows.sink_slots,
-    }
+def _stored(rows: LayerRows, common: dict[str, object], target: str) -> dict[str, object]:
+    """Returns the arguments of kernels that read stored tokens; `length` is that of the new tokens."""
+    constants = past_constants(rows.layout, common["query"].dtype, target)
+    return row_arguments(rows) | common | constants | {"past_length": rows.length}

@@ -158,14 +158,14 @@ def attend_window(
 
 @triton.jit(
     do_not_specialize=[
-        *("page_table", "high_count", "low_count", "window_start", "past_length", "sink_end"),
-        *("table_width", "slots", "sink_slots", "length", "group", "kv_heads"),
+        *("table", "high_count", "low_count", "window_start", "past_length", "sink_end"),
+        *("width", "slots", "sink_slots", "length", "group", "kv_heads"),
     ]
 )
 def past_forward(
-    query, pages, page_table, high_count, low_count, window_key, window_value, window_start, past_length, sink_end,
+    query, pages, table, high_count, low_count, window_key, window_value, window_start, past_length, sink_end,
     extents, partial_output, partial_peak, partial_total, scale, cap,
-    table_width, slots, sink_slots, length, group, kv_heads, query_batch, query_head, query_token,
+    width, slots, sink_slots, length, group, kv_heads, query_batch, query_head, query_token,
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT: tl.constexpr, MODE: tl.constexpr,
@@ -218,13 +218,13 @@ def past_forward(
         tl.full((BLOCK_M,), -float("inf"), tl.float32),
         tl.zeros((BLOCK_M,), tl.float32),
     )
-    table = page_table + kv_row.to(tl.int64) * table_width
+    table += kv_row.to(tl.int64) * width
     state = attend_pages(
         state, q, pages, table, tl.minimum(first, high_blocks), tl.minimum(last, high_blocks), high, scale, cap,
         1, HIGH, KEY_WIDTH, VALUE_WIDTH, KEY_PARTS, VALUE_PARTS, BLOCK_N, ELEMENT, DOT, MODE,
     )  # fmt: skip
     state = attend_pages(
-        state, q, pages, table + table_width - 1, tl.maximum(first - high_blocks, 0),
+        state, q, pages, table + width - 1, tl.maximum(first - high_blocks, 0),
         tl.minimum(last, paged_blocks) - high_blocks, low, scale, cap,
         -1, LOW, KEY_WIDTH, VALUE_WIDTH, KEY_PARTS, VALUE_PARTS, BLOCK_N, ELEMENT, DOT, MODE,
     )  # fmt: skip

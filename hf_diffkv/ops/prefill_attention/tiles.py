@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...pages import PageLayout
 from ..backend import INTERPRETER
+from ..decode_attention.tier_math import padded
 from ..dequant import PORTABLE, PTX, pieces
 from ..quantize.launch import dot_dtype
 
@@ -65,11 +66,6 @@ MASKED_TILES = {
 FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 16, 4, 1), 512: Tile(16, 16, 4, 1)}
 
 
-def padded(dim: int) -> int:
-    """Returns the number of columns of a tile: a power of two, at least the minimum of a dot."""
-    return max(16, triton.next_power_of_2(dim))
-
-
 def value_width(key_dim: int, value_dim: int) -> int:
     """Returns the number of columns of a tile of values.
 
@@ -105,7 +101,7 @@ def column_tile(target: str, dtype: torch.dtype, key_dim: int) -> Tile:
 
 
 def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[str, object]:
-    """Returns page format and arithmetic of `past_forward` as kernel constants."""
+    """Returns widths and arithmetic of `past_forward` as kernel constants."""
     tiers = (layout.high, layout.low)
     key_parts = max(pieces(tier.k_bits) for tier in tiers)
     value_parts = max(pieces(tier.v_bits) for tier in tiers)
@@ -115,8 +111,6 @@ def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[
     narrow = min(widths[0] // key_parts, widths[1] // value_parts) < 4
     portable = dtype == torch.float32 or narrow or not target.startswith("sm_")
     return {
-        "HIGH": layout.high,
-        "LOW": layout.low,
         "KEY_WIDTH": widths[0],
         "VALUE_WIDTH": widths[1],
         "KEY_PARTS": key_parts,

@@ -77,9 +77,8 @@ def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, 
 
 
 @triton.jit
-def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-               METADATA: tl.constexpr):  # fmt: skip
-    """Returns a tile of keys rounded for quantisation.
+def round_tile(x, dim, exists, matrix, TIER: tl.constexpr):
+    """Returns a tile of keys of a tier rounded for quantisation.
 
     Args:
         x: keys, float32 [tokens, a, b].
@@ -87,13 +86,15 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
         exists: True for elements that exist, [1, a, b].
         matrix: pointers [tokens or 1, a, b] to the first row of the feedback of each key's row.
     """
-    LEVELS: tl.constexpr = 2**BITS - 1
+    DIM: tl.constexpr = TIER.key_dim
+    GROUPS: tl.constexpr = TIER.k_groups
+    LEVELS: tl.constexpr = 2**TIER.k_bits - 1
     low, high, step, zero = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
     for group in tl.static_range(GROUPS):
         member = exists & (dim // (DIM // GROUPS) == group)
         least = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
         most = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
-        scale, zero_point = group_numbers(least, most, BITS, METADATA)
+        scale, zero_point = group_numbers(least, most, TIER.k_bits, TIER.key_metadata)
         low, high = tl.where(member, least[:, None, None], low), tl.where(member, most[:, None, None], high)
         step, zero = tl.where(member, scale[:, None, None], step), tl.where(member, zero_point[:, None, None], zero)
     # a scale of 0 has the single code 0
@@ -126,16 +127,15 @@ def round_for_tier(x, matrix, TIER: tl.constexpr):
     `matrix` has pointers to the first row of the feedback of each key's row, one or [tokens, 1, 1].
     """
     dim, exists = tier_dims(TIER, True)
-    return round_tile(x, dim, exists, matrix + dim, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
+    return round_tile(x, dim, exists, matrix + dim, TIER)
 
 
 @triton.jit(do_not_specialize=["count"])
 def round_keys_kernel(
-    key, row, feedback, rounded, count, key_stride,
-    DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, METADATA: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    key, row, feedback, rounded, count, key_stride, TIER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Rounds BLOCK keys for quantisation into `rounded`, float32 [count, DIM]. Grid: (cdiv(count, BLOCK),)."""
+    DIM: tl.constexpr = TIER.key_dim
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     active = token < count
     dim = tl.arange(0, WIDTH)[None, None, :]
@@ -143,5 +143,5 @@ def round_keys_kernel(
     place = token.to(tl.int64)[:, None, None]
     x = tl.load(key + place * key_stride + dim, mask=there, other=0.0).to(tl.float32)
     matrix = feedback + tl.load(row + token, mask=active, other=0).to(tl.int64)[:, None, None] * (DIM * DIM) + dim
-    x = round_tile(x, dim, dim < DIM, matrix, DIM, BITS, GROUPS, METADATA)
+    x = round_tile(x, dim, dim < DIM, matrix, TIER)
     tl.store(rounded + place * DIM + dim, x, mask=there)

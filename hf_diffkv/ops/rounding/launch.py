@@ -71,13 +71,6 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
     block = max(1, TILE_ELEMENTS // width)
     given = {"key": key, "row": row.contiguous(), "feedback": feedback.float().contiguous(), "rounded": rounded}
     given |= {"count": count, "key_stride": key.stride(0)}
-    constants = {
-        "DIM": dim,
-        "BITS": tier.k_bits,
-        "GROUPS": tier.k_groups,
-        "METADATA": tier.key_metadata,
-        "WIDTH": width,
-        "BLOCK": block,
-    }
+    constants = {"TIER": tier, "WIDTH": width, "BLOCK": block}
     launch(round_keys_kernel, (triton.cdiv(count, block),), key.device, given, **constants, num_warps=NUM_WARPS)
     return rounded

@@ -121,8 +121,8 @@ def _arguments(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict
         "window": placement.window,
         "limit": placement.limit,
         "feedback": placement.feedback,
-        "key_matrix": placement.key_rotation,
-        "value_matrix": placement.value_rotation,
+        "key_matrix": placement.rotation.key,
+        "value_matrix": placement.rotation.value,
         **_strides("key", new.key),
         **_strides("value", new.value),
         "DTYPE": TRITON_DTYPES[rows.dtype],
@@ -177,7 +177,7 @@ def _choose_codes(rows: LayerRows, new: PromptTokens, placement: Placement, give
     # a kernel has code for each group
     if feedback is None or any(tier.k_groups > MOST_GROUPS for tier in rows.tiers if tier.k_bits <= LARGEST_BITS):
         return None
-    key = rotate(new.key, placement.key_rotation, rows.offset).contiguous()
+    key = rotate(new.key, placement.rotation.key, rows.offset).contiguous()
     codes = torch.empty(rows.count, *key.shape[2:], dtype=torch.uint8, device=key.device)
     given = given | {"key": key, "matrix": feedback.mT.contiguous(), "codes": codes}
     grid = triton.cdiv(key.shape[2], CODE_TOKENS), rows.heads, rows.batch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..rotation import Rotation
+from ..rotation import NO_ROTATION, Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Placement:
     Attributes:
         window: number of tokens that a window holds besides sinks.
         limit: largest magnitude of a stored element; with a rotation, largest norm of a token.
-        rotation: rotations of keys and values; None leaves the channels unchanged.
+        rotation: rotations of keys and values.
         centers: whether to fix the offset of rows whose first token leaves the window (store/transform.py).
         feedback: matrices by which quantised keys are rounded (ops/rounding), [batch * heads, key_dim, key_dim]; None
             rounds each element to the nearest code.
@@ -40,16 +40,6 @@ class Placement:
 
     window: int
     limit: float
-    rotation: Rotation | None = None
+    rotation: Rotation = NO_ROTATION
     centers: bool = False
     feedback: Tensor | None = None
-
-    @property
-    def key_rotation(self) -> Tensor | None:
-        """Rotation of keys, an argument of `rotate`; None without one."""
-        return None if self.rotation is None else self.rotation.key
-
-    @property
-    def value_rotation(self) -> Tensor | None:
-        """Rotation of values, an argument of `rotate`; None without one."""
-        return None if self.rotation is None else self.rotation.value

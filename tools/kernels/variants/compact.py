@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.compact.launch import compact_step
+from hf_diffkv.ops.compact.launch import compact_windows
 from hf_diffkv.ops.rounding import LARGEST_BITS, ModelFeedback
 from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages import PageLayout
@@ -48,9 +48,9 @@ def _step(layout: PageLayout, rounds: bool = False) -> None:
     held = given_rows(layout, *window, page_table=torch.empty(*rows, WIDTH, dtype=torch.int32))
     threshold, flag = torch.empty(rows), torch.empty(1, dtype=torch.int32)
     low_threshold = threshold if layout.selects else None
-    leaving = torch.empty(ROWS, dtype=torch.bool)
     feedback = None
     if rounds:
         matrix = torch.empty(1, 1, high.key_dim, high.key_dim, dtype=torch.bfloat16)
         feedback = ModelFeedback(matrix, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    compact_step(held, leaving, threshold, low_threshold, bounds=Bounds(high.capacity), flag=flag, feedback=feedback)
+    bounds = Bounds(high.capacity)
+    compact_windows(held, SLOTS - 1, threshold, low_threshold, bounds=bounds, flag=flag, feedback=feedback)
