@@ -1,7 +1,7 @@
 """Training text for tiny-lm: copying, recall, chained sums and Python source, with a loss weight for every character.
 
-A document is a list of pieces `(text, weight)`. Only what a reader of the context can predict has weight 1; the random
-characters that set a task up have almost none, so the model is not paid for guessing them.
+A document is a list of pieces `(text, weight)`. Only what can be predicted from the context has weight 1; the random
+characters that set up a task have almost none, so the model is not rewarded for guessing them.
 """
 
 import functools
@@ -43,12 +43,12 @@ def excerpt(rng: random.Random, length: int, held_out: bool = False) -> str:
 
 
 def filler(rng: random.Random, length: int, held_out: bool = False) -> str:
-    """One line of library text that cannot be taken for a fact or a question."""
+    """One line of library text that cannot be mistaken for a fact or a question."""
     return excerpt(rng, length, held_out).translate(str.maketrans("\n@?", "   "))
 
 
 def facts(rng: random.Random, length: int, held_out: bool = False) -> tuple[dict[str, str], list[Piece]]:
-    """Lines `@key=dddd` among filler, about half of `length` characters: the pairs, and the pieces that state them."""
+    """Lines `@key=dddd` among filler, about half of `length` characters; returns the pairs and the pieces."""
     key_length = rng.choice([2, 3])
     count = rng.randint(2, max(3, length // 50))
     pairs: dict[str, str] = {}
@@ -110,8 +110,8 @@ def chain(rng: random.Random, length: int) -> list[Piece]:
 
 
 def copying(rng: random.Random, length: int) -> list[Piece]:
-    """One to four random lines, then the same lines again in random order; its first character tells a line."""
-    # Repeating them in the same order would teach distances rather than looking up.
+    """One to four random lines, then the same lines again in random order, identified by their first characters."""
+    # Repeating them in the same order would teach distances rather than lookup.
     starts = rng.sample(SYMBOLS, rng.randint(1, 4))
     lines = [(start, "".join(rng.choices(SYMBOLS, k=rng.randint(3, 8))) + "\n") for start in starts]
     pieces: list[Piece] = [(start + rest, RANDOM) for start, rest in lines]
@@ -132,7 +132,7 @@ Task = Callable[[random.Random, int], list[Piece]]
 
 
 def row(rng: random.Random, tasks: Mapping[Task, float], length: int) -> tuple[list[int], list[float]]:
-    """Token ids and loss weights of `length` characters: documents of tasks drawn by share, one after another."""
+    """Token ids and loss weights of `length` characters: consecutive documents of tasks drawn by share."""
     ids: list[int] = []
     weights: list[float] = []
     while len(ids) < length:

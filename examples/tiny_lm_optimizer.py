@@ -1,6 +1,6 @@
 """The optimizer of tiny-lm: Muon for the matrices inside the blocks, AdamW for the rest.
 
-torch.optim.Muon computes in bfloat16, which takes some twenty times longer on processors without instructions for it.
+torch.optim.Muon computes in bfloat16, which is about twenty times slower on processors without instructions for it.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-# Higher rates saturate attention before it has learnt to look up.
+# Higher rates saturate attention before it has learnt lookup.
 MUON_LR = 5e-3
 ADAMW_LR = 5e-4
 # The quintic that drives singular values towards 1 in few iterations (https://kellerjordan.github.io/posts/muon).
@@ -17,7 +17,7 @@ QUINTIC = (3.4445, -4.775, 2.0315)
 
 
 def has_bfloat16() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 by instructions of its own."""
+    """Whether this processor has native instructions for bfloat16 matrix products."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
@@ -36,7 +36,7 @@ def orthogonal(matrix: torch.Tensor, dtype: torch.dtype, iterations: int = 5) ->
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose updates are orthogonal matrices, in bfloat16 where the processor has it, else in float32."""
+    """Momentum with orthogonalised updates, in bfloat16 if the processor supports it, otherwise in float32."""
 
     def __init__(
         self, params: list[torch.nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95

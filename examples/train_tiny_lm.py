@@ -1,16 +1,16 @@
-"""Train tiny-lm from scratch on a CPU, and watch it recall facts through a dense and through a compressed KV cache.
+"""Train tiny-lm from scratch on a CPU, and watch it recall facts with a dense and with a compressed KV cache.
 
     python examples/train_tiny_lm.py --output tiny-lm --minutes 20 --max-length 320
     python examples/train_tiny_lm.py --output tiny-latent --architecture latent --steps 60 --tokens 512
     python examples/train_tiny_lm.py --eval-only examples/models/tiny-lm --characters 256
 
-A model that cannot look back has nothing to lose from a compressed cache, so the curriculum is about looking back:
+A model that ignores its context has nothing to lose from a compressed cache, so the curriculum teaches looking back:
 copying alone until it is exact, then recall and chained sums on short rows, then longer rows, and library source last
-(see tiny_lm_data.py). The latent model is made of tiny-lm's weights and only tuned (see tiny_lm_latent.py).
+(see tiny_lm_data.py). The latent model is made from tiny-lm's weights and only fine-tuned (see tiny_lm_latent.py).
 
-What it took: the first command with `--threads 1`, on a virtual machine with 2 cores of an Intel Xeon with AMX, reached
-tasks at 96 characters within 6 minutes, and at 601 s (step 1,244, tasks and text at 320 characters) recalled 0.97 of 32
-fresh prompts of 256 characters exactly, with DynamicCache and with DiffKV alike.
+With `--threads 1` on a virtual machine with 2 cores of an Intel Xeon with AMX, the first command reached tasks at 96
+characters within 6 minutes. At 601 s (step 1,244, tasks and text at 320 characters), it recalled 0.97 of 32 fresh
+prompts of 256 characters exactly, with both DynamicCache and DiffKV.
 """
 
 import argparse
@@ -56,7 +56,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """Tasks with their shares, the row length, and the fraction of the run by which the stage must give way."""
+    """Tasks with their shares, the row length, and the fraction of the run by which the stage must end."""
 
     name: str
     tasks: dict[data.Task, float]
@@ -110,7 +110,7 @@ class Curriculum:
         return True
 
     def batches(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Endless batches of the current stage, about as many tokens in each."""
+        """Endless batches of the current stage, with about the same number of tokens each."""
         rng = random.Random(seed)
         while True:
             length = self.stage.length
@@ -172,8 +172,8 @@ def exact_recall(
 
 
 def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
-    """The model as it is saved: bfloat16, and without the wrappers of training."""
-    # A config of its own: generating through DiffKV changes the attention that the config names.
+    """The model as it is saved: in bfloat16 and without training wrappers."""
+    # A separate config, because generating with DiffKV changes the attention that the config names.
     config = copy.deepcopy(model.config)
     # Trainer turns the cache off.
     config.use_cache = True
@@ -183,7 +183,7 @@ def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
 
 
 class Teacher(TrainerCallback):
-    """Moves the curriculum, shows progress in time rather than steps, and reports recall by generation."""
+    """Advances the curriculum, shows progress in time rather than steps, and reports recall by generation."""
 
     def __init__(
         self, curriculum: Curriculum, tokenizer: PreTrainedTokenizerBase, characters: int, reports: int, output: Path
@@ -235,7 +235,7 @@ def train(
     architecture: str = "llama",
     tokens: int = 2048,
 ) -> None:
-    """Train for `minutes` (or `max_steps`) and save model and tokenizer in `output`, at every report as well."""
+    """Train for `minutes` (or `max_steps`) and save model and tokenizer in `output`, also at every report."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     # Eager attention: at these lengths its backward pass is faster on a CPU than that of the fused kernel.
@@ -286,7 +286,7 @@ def train(
 
 
 def evaluate(folder: Path, prompts: int, characters: int, seed: int) -> None:
-    """Print the exact-match recall of a saved model through each cache."""
+    """Print the exact-match recall of a saved model with each cache."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     print(f"{'cache':<14}{'characters':>12}{'prompts':>9}{'exact match':>13}")
     for cache in CACHES:

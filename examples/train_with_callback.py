@@ -1,4 +1,4 @@
-"""Train tiny-lm further, and see in the trainer's log what a DiffKV cache makes of it.
+"""Train tiny-lm further, and log how well it does with a DiffKV cache.
 
     python examples/train_with_callback.py --output tiny-lm-further --steps 40
 
@@ -37,7 +37,7 @@ def make_rows(count: int, length: int, seed: int) -> datasets.Dataset:
 def train(
     output: Path, steps: int, length: int = 256, prompts: int = 8, every_steps: int = 10
 ) -> list[dict[str, float]]:
-    """Trains and saves; what the callback logged, one entry per evaluation."""
+    """Trains and saves the model; returns what the callback logged, one entry per evaluation."""
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""The demo as a Space: `hf-diffkv demo` with the model that the Space's variable MODEL names, if it has one."""
+"""The demo as a Space: `hf-diffkv demo` with the model named by the Space variable MODEL, if set."""
 
 import os
 import sys
