@@ -1,4 +1,4 @@
-"""HTML of what a run's setting does: the bits of each head, or where tokens are chosen what every head keeps."""
+"""HTML for what a run's setting does: the bits of each head or, if tokens are chosen, what each head keeps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PALE = "#cfe3f1"
 
 
 def place_in(result: Result, place: Place) -> Place:
-    """`place` where tokens of such a head are chosen, else the nearest one of its layer or of the model."""
+    """Returns `place` if it has levels, else the nearest head of its layer or of the first layer with levels."""
     if not result.levels:
         return place
     layer_idx = place[0] if place[0] in result.levels else min(result.levels)
@@ -35,7 +35,7 @@ def place_in(result: Result, place: Place) -> Place:
 
 
 def overview(result: Result, chosen: Place) -> str:
-    """The one picture for a setting: levels by head with the head `chosen`, bits by head, or the bits of all."""
+    """Returns the picture for a setting: levels by head, with one `chosen`; rungs; bits by head; or bits of all."""
     if result.selects:
         return _levels(result, chosen)
     if result.compressed.rungs:
@@ -45,7 +45,7 @@ def overview(result: Result, chosen: Place) -> str:
 
 
 def _levels(result: Result, chosen: Place) -> str:
-    """A button for each KV head: the shares of its tokens at each level, one on top of the other."""
+    """Draws a button for each KV head: the shares of its tokens at each level, stacked."""
     shares = [f"{name} {share:.0%}" for name, share in _shares(Counter(result.memory.tokens)).items()]
     note = "A column for each layer, a bar for each KV head: the shares of its tokens. Click one for its text, below."
     cells = (_button(layer, head, chosen) for layer in result.memory.layers for head in range(len(layer.high)))
@@ -74,7 +74,7 @@ def _shares(counts: dict[str, int] | Counter[str]) -> dict[str, float]:
 
 
 def _bits_of_heads(result: Result) -> str:
-    """A cell for each KV head, the darker the more bits."""
+    """Draws a cell for each KV head, darker for more bits."""
     colours = precision_colours(result.memory)
     counts = Counter(name for layer in result.memory.layers for name in layer.precisions)
     cells = (
@@ -92,7 +92,7 @@ def _bits_of_heads(result: Result) -> str:
 
 
 def _rungs(result: Result) -> str:
-    """A bar for each layer: the share of its heads that have the precise bits still, and the others above it."""
+    """Draws a bar for each layer: the share of its heads still at the precise rung, with the others above."""
     memory, shares = result.memory, result.compressed.rungs
     names = {name for layer in memory.layers for name in layer.precisions}
     lowered = "/".join(sorted(names - {memory.until_full}, reverse=True)) or "fewer bits"
@@ -116,7 +116,7 @@ def _rungs(result: Result) -> str:
 
 
 def _bits_of_all(name: str, element_bits: int) -> str:
-    """One precision as bits, filled of those that an uncompressed element has."""
+    """Draws one precision as filled bits, out of those of an uncompressed element."""
     precision = Precision.parse(name)
     rows = ""
     for kind, bits in (("key", precision.k_bits), ("value", precision.v_bits)):
@@ -128,7 +128,7 @@ def _bits_of_all(name: str, element_bits: int) -> str:
 
 
 def _grid(result: Result, cells: Iterable[str]) -> str:
-    """Cells by layer and head, a column for each layer."""
+    """Arranges cells by layer and head, one column per layer."""
     layers = result.memory.layers
     rows = max(len(layer.high) for layer in layers)
     height = max(8, min(44, 144 // rows))
@@ -151,7 +151,7 @@ def _note(text: str) -> str:
 
 
 def coloured_text(result: Result, place: Place) -> str:
-    """The text of a run, every word in the colour of its tokens' levels in one layer and KV head; empty without any."""
+    """Returns a run's text with each word coloured by its tokens' levels in one KV head; empty without levels."""
     if not result.levels:
         return ""
     layer_idx, head = place

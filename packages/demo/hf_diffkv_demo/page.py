@@ -1,6 +1,6 @@
-"""The page: what it is laid out of, and what each of its parts does."""
+"""The page: its layout, and what each part does."""
 
-# without `from __future__ import annotations`: Gradio looks at the types of handlers, and is imported on use
+# without `from __future__ import annotations`: Gradio inspects the types of handlers, and is imported on use
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ A KV cache that stores keys and values in few bits, as many as each attention he
 `docs/how-it-works.md` explains it."""
 FOLDED, COLOURED = "Document and system prompt", "The text in the colours of its levels"
 WRITTEN: dict[str, Any] = {"lines": 2, "max_lines": 6, "buttons": ["copy"], "elem_classes": "plain", "min_width": 220}
-# of visitors who wait or generate at once; each takes one of Gradio's forty threads
+# visitors who may wait or generate at once; each takes one of Gradio's forty threads
 MOST_VISITORS = 30
 
 
@@ -37,7 +37,7 @@ def entered(
         rest: tokens to generate, name of the setting, and the values of the visitor's own setting.
 
     Raises:
-        InputError: `DiffKVConfig` refuses the values, or a precision is not one of the page's list.
+        InputError: `DiffKVConfig` refuses the values, or a precision is not on the page's list.
     """
     new_tokens, chosen, alpha_high, alpha_low, high, low, window = rest
     if chosen != OWN:
@@ -61,7 +61,7 @@ def build(generator: Generator, note: str = "", preset: str | None = None) -> An
 
     Args:
         note: text about the model.
-        preset: setting that is chosen at first; None chooses the one that `DiffKVCache(model)` takes.
+        preset: setting that is selected at first; None selects the one that `DiffKVCache(model)` uses.
 
     Raises:
         ImportError: gradio is not installed.
@@ -86,7 +86,7 @@ def build(generator: Generator, note: str = "", preset: str | None = None) -> An
                 )
                 with gr.Column(visible=generator.chats) as chat_fields:
                     with gr.Accordion(FOLDED, open=False, elem_id="folded"):
-                        # with a value, as one that is not shown yet has none of its own
+                        # with a value, as a field that is not shown yet has none
                         hint = "that of the template"
                         system = gr.Textbox("", label="System prompt", placeholder=hint, elem_id="system")
                         document = _text_field(talks[0].document, "Document", "document", 11)
@@ -118,7 +118,7 @@ def build(generator: Generator, note: str = "", preset: str | None = None) -> An
         place = shown["place"] = gr.State((generator.layers[0], 0))
 
         def on_page(update: Update) -> dict[Any, Any]:
-            # the fold is there where it has a text
+            # the fold is visible if it has a text
             return {
                 shown[name]: gr.update(visible=value) if name == "fold" else value for name, value in update.items()
             }
@@ -163,7 +163,7 @@ def _text_field(text: str, label: str, name: str, lines: int, hint: str = "") ->
 
 
 def _offer(examples: Sequence[Example], *fields: Any) -> None:
-    """A button for each example, which fills the fields with its document and its question."""
+    """Adds a button for each example, which fills the fields with its document and question."""
     import gradio as gr
 
     with gr.Row(elem_classes="examples"):
@@ -176,7 +176,7 @@ def _offer(examples: Sequence[Example], *fields: Any) -> None:
 
 
 def _sliders() -> list[Any]:
-    """alpha_high, alpha_low, high, low and window of one's own setting."""
+    """Returns fields for alpha_high, alpha_low, high, low and window of a custom setting."""
     import gradio as gr
 
     with gr.Row():
@@ -190,21 +190,21 @@ def _sliders() -> list[Any]:
 
 
 def launched(page: Any, port: int | None = None) -> str:
-    """Serves the page in other threads; its address on this machine.
+    """Serves the page in other threads. Returns its address on this machine.
 
     Raises:
-        OSError: the port, or all that Gradio tries, is taken.
+        OSError: the port, or every port that Gradio tries, is taken.
     """
     import gradio as gr
 
     theme = gr.themes.Soft(**FONTS)
-    # quiet, for it would print how to make the page public
+    # quiet, as it would print how to make the page public
     options: dict[str, Any] = {"footer_links": [], "server_port": port, "prevent_thread_lock": True, "quiet": True}
     return page.launch(theme=theme, css=CSS, **options)[1]
 
 
 def serve(generator: Generator, note: str = "", port: int | None = None, preset: str | None = None) -> None:
-    """Serves the page until the process is interrupted. Raises as `build` and `launched`."""
+    """Serves the page until the process is interrupted. Raises like `build` and `launched`."""
     page = build(generator, note, preset)
     print(f"Open {launched(page, port)} in a browser; Ctrl-C ends it.", flush=True)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.config.presets import DEFAULT_PRESET, PRESETS
 
-# of a model for which thresholds were published; else the default is a preset
+# default of a model with published thresholds; else the default is a preset
 DEFAULT, OWN = "default", "your own"
 ADVICE = {"quality": "Loses least.", "balanced": "Take it when in doubt.", "small": "Look for small slips."}
 
@@ -22,7 +22,7 @@ class Setting:
 
 
 def settings_for(model: Any) -> dict[str, Setting]:
-    """The settings by name, for a loaded model or its configuration."""
+    """Returns the settings by name, for a loaded model or its configuration."""
     default = DiffKVConfig.for_model(model)
     presets = {name: DiffKVConfig.for_model(model, preset=name) for name in PRESETS}
     further = {DEFAULT: Setting(default, f"What `DiffKVCache(model)` takes: {_kept(default)}, {_bits(default)}.")}
@@ -43,13 +43,13 @@ def settings_for(model: Any) -> dict[str, Setting]:
 
 
 def setting_of_ratio(model: Any, ratio: float) -> Setting:
-    """The setting of a loaded model for a ratio. Raises `ValueError` for one that it cannot have."""
+    """Returns a loaded model's setting for a ratio. Raises `ValueError` if there is none."""
     config = DiffKVConfig.for_model(model, target_ratio=ratio)
     return Setting(config, f"At most {ratio:.1%} of a dense token's bytes: {_kept(config)}, {_bits(config)}.")
 
 
 def setting_of(preset: str | None, settings: dict[str, Setting]) -> str:
-    """The setting with a name, such as a preset's; what `DiffKVCache(model)` takes without one."""
+    """Returns the name of a setting: `preset`, or without one what `DiffKVCache(model)` uses."""
     return preset or (DEFAULT if DEFAULT in settings else DEFAULT_PRESET)
 
 
@@ -62,7 +62,7 @@ def _kept(config: DiffKVConfig) -> str:
 
 
 def _bits(config: DiffKVConfig) -> str:
-    """Bits of keys and values, in words."""
+    """Returns the bits of keys and values, in words."""
     if config.head_precisions is not None:
         return "each head in the bits that were measured for it"
     if config.selects:

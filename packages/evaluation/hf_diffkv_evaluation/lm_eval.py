@@ -94,7 +94,7 @@ class DiffKVLM(HFLM):
             raise EvaluationError("an encoder-decoder model cannot be used with --model hf-diffkv; use --model hf.")
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
-        """Generates for one left-padded batch with a new cache: token ids [batch, tokens], prompts included.
+        """Generates for one left-padded batch with a new cache. Returns token ids [batch, tokens] with prompts.
 
         Raises:
             EvaluationError: the budget of the cache is too small.
