@@ -39,5 +39,5 @@ def free_prompts(chats: bool) -> list[Example]:
         return [Example(text, text) for text in BEGINNINGS]
     text = prompt_for(False)
     facts, _, asked = text.rpartition("?")
-    hint = "Facts such as @sky=0400 stand between lines of code; the last line, such as ?sky=, asks for one of them."
+    hint = "Facts such as @sky=0400 appear between lines of code; the last line, such as ?sky=, asks for one of them."
     return [Example(f"?{key}=", f"{facts}?{key}=", hint=hint) for key in (asked.removesuffix("="), *KEYS)]

@@ -27,7 +27,7 @@ def figures(result: Result, setting: str) -> str:
         notes.append(memory.hint)
     rows = [
         ("holds", _bytes(dense.cache_bytes), f"{_bytes(compressed.cache_bytes)} ({compressed.cache_bytes / most:.1%})"),
-        ("its payload", "", f"{_bytes(memory.payload_bytes)} ({memory.payload_bytes / most:.1%})"),
+        ("payload", "", f"{_bytes(memory.payload_bytes)} ({memory.payload_bytes / most:.1%})"),
         ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s"),
         ("decoding", _rate(dense), _rate(compressed)),
     ]
@@ -50,7 +50,7 @@ def _agreement(result: Result) -> str:
     found = result.agreement
     if found.until_difference == found.tokens:
         return f"All {found.tokens} generated tokens are equal."
-    return f"The generated tokens are equal up to a first difference, at token {found.until_difference + 1}."
+    return f"The generated tokens are equal up to the first difference, at token {found.until_difference + 1}."
 
 
 def difference(result: Result) -> str:

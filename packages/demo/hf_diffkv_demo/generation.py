@@ -191,7 +191,7 @@ class Generator:
         if not entered.text.strip():
             raise InputError("The prompt is empty; enter a text to continue.")
         if not entered.max_new_tokens:
-            raise InputError("Nothing is to be generated; set tokens to at least 1.")
+            raise InputError("There is nothing to generate; set tokens to at least 1.")
         text = entered.text
         try:
             # browsers send half a character, such as a broken emoji, unchanged
@@ -310,4 +310,4 @@ def load(name: str | None) -> tuple[Generator, str]:
             generator = Generator(BUNDLED_MODEL)
         except InputError:
             raise InputError(f"{missing}; give --model a folder or a Hub id ({error})") from error
-        return generator, f"{missing}; this is {BUNDLED_MODEL}, a small model of the project, instead"
+        return generator, f"{missing}; this is {BUNDLED_MODEL} instead, a small model from this project"

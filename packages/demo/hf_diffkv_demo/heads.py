@@ -16,7 +16,7 @@ from .generation import Result
 
 # layer index and KV head
 Place = tuple[int, int]
-NOTHING = message("Generate first; a picture of what the setting does then appears here.")
+NOTHING = message("Generate something first; a picture of what the setting does will then appear here.")
 # tells the page which head was clicked, by mouse or keyboard
 ON_LOAD = """element.addEventListener('click', event => {
     const head = event.target.closest('button[data-layer]');
@@ -47,9 +47,9 @@ def overview(result: Result, chosen: Place) -> str:
 def _levels(result: Result, chosen: Place) -> str:
     """Draws a button for each KV head: the shares of its tokens at each level, stacked."""
     shares = [f"{name} {share:.0%}" for name, share in _shares(Counter(result.memory.tokens)).items()]
-    note = "A column for each layer, a bar for each KV head: the shares of its tokens. Click one for its text, below."
+    note = "One column per layer, one bar per KV head: the shares of its tokens. Click one to see its text below."
     cells = (_button(layer, head, chosen) for layer in result.memory.layers for head in range(len(layer.high)))
-    return _note(f"Which tokens keep how many bits. {note}") + _grid(result, cells) + _legend(LEVELS.values(), shares)
+    return _note(f"How many bits each token keeps. {note}") + _grid(result, cells) + _legend(LEVELS.values(), shares)
 
 
 def _button(layer: LayerReport, head: int, chosen: Place) -> str:
@@ -82,10 +82,10 @@ def _bits_of_heads(result: Result) -> str:
         for layer in result.memory.layers
         for head, name in enumerate(layer.precisions)
     )
-    note = "A column for each layer, a cell for each KV head. Heads that lose more of the text at few bits have more."
+    note = "One column per layer, one cell per KV head. Heads that lose more of the text at few bits get more."
     heads = [f"{name}: {counts[name]} heads" for name in colours]
     return (
-        _note(f"How many bits every head keeps. {note} K6V4 is 6 bits for an element of a key, 4 of a value.")
+        _note(f"How many bits each head keeps. {note} K6V4 means 6 bits per key element, 4 per value element.")
         + _grid(result, cells)
         + _legend(colours.values(), heads)
     )
@@ -103,7 +103,7 @@ def _rungs(result: Result) -> str:
         for said in [f"layer {layer.layer_idx}: {share:.0%} of heads at {memory.until_full}"]
     )
     whole = sum(shares) / len(shares)
-    note = f"All heads are at {memory.until_full} until the budget is full; those that lose least are lowered first. "
+    note = f"All heads stay at {memory.until_full} until the budget is full; those that lose least are lowered first. "
     note += f"{memory.filled:.0%} of the budget is in use, {memory.lowered:,} tokens of heads were lowered after they "
     note += f"were stored, and {memory.room:,} more tokens fit."
     layers = f"<span>layer {memory.layers[0].layer_idx}</span><span>layer {memory.layers[-1].layer_idx}</span>"
@@ -123,7 +123,7 @@ def _bits_of_all(name: str, element_bits: int) -> str:
         cells = "".join(f'<i class="{"kept" if bit < bits else "left"}"></i>' for bit in range(element_bits))
         rows += f'<span>{kind}</span><span class="bits" role="img" aria-label="{kind}: {bits} of {element_bits} bits">'
         rows += f"{cells}</span><b>{bits} of {element_bits}</b>"
-    note = "Bits of an element of a key and of a value, the same in all layers and heads, for all stored tokens."
+    note = "Bits per key element and per value element, the same for all layers, heads and stored tokens."
     return _note(f"How many bits are kept. {note}") + f'<div class="precision" style="--kept:{BLUE}">{rows}</div>'
 
 

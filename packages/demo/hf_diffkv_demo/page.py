@@ -19,7 +19,7 @@ from .style import CSS, FONTS
 CHAT, FREE_PROMPT = "chat", "free prompt"
 PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v in (16, 8, 4, 2) if v <= k)}
 INTRODUCTION = """# DiffKV
-A KV cache that stores keys and values in few bits, as many as each attention head needs, beside an uncompressed one.
+A KV cache that stores keys and values in few bits, as many as each attention head needs, next to a dense one.
 `docs/how-it-works.md` explains it."""
 FOLDED, COLOURED = "Document and system prompt", "The text in the colours of its levels"
 WRITTEN: dict[str, Any] = {"lines": 2, "max_lines": 6, "buttons": ["copy"], "elem_classes": "plain", "min_width": 220}
@@ -48,7 +48,7 @@ def entered(
                 alpha_high=alpha_high, alpha_low=alpha_low, high=PRECISIONS[high], low=PRECISIONS[low], window=window
             )
         except KeyError as error:
-            raise InputError(f"{error} is not a precision of the list; choose one of it.") from error
+            raise InputError(f"{error} is not a precision of the list; choose one from it.") from error
         except ValueError as error:
             raise InputError(str(error)) from error
     if mode == FREE_PROMPT:
@@ -87,7 +87,7 @@ def build(generator: Generator, note: str = "", preset: str | None = None) -> An
                 with gr.Column(visible=generator.chats) as chat_fields:
                     with gr.Accordion(FOLDED, open=False, elem_id="folded"):
                         # with a value, as a field that is not shown yet has none
-                        hint = "that of the template"
+                        hint = "the template's own"
                         system = gr.Textbox("", label="System prompt", placeholder=hint, elem_id="system")
                         document = _text_field(talks[0].document, "Document", "document", 11)
                     question = gr.Textbox(talks[0].question, label="Question", elem_id="question")
@@ -185,7 +185,7 @@ def _sliders() -> list[Any]:
     with gr.Row():
         high = gr.Dropdown(list(PRECISIONS), value="K8V4", label="high", info="bits of keys, values")
         low = gr.Dropdown(list(PRECISIONS), value="K4V2", label="low", info="bits of keys, values")
-    window = gr.Slider(1, 512, 64, step=1, label="window", info="newest, uncompressed")
+    window = gr.Slider(1, 512, 64, step=1, label="window", info="newest tokens, uncompressed")
     return [alpha_high, alpha_low, high, low, window]
 
 

@@ -16,7 +16,7 @@ from .memory_line import memory_line
 Update = dict[str, Any]
 # nothing from an earlier run stays next to a new one's output
 EMPTY: Update = {
-    "status": message("Looking at what was entered ..."),
+    "status": message("Checking the input ..."),
     "dense": "",
     "diffkv": "",
     "memory": "",

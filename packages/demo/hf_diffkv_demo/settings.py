@@ -10,7 +10,7 @@ from hf_diffkv.config.presets import DEFAULT_PRESET, PRESETS
 
 # default of a model with published thresholds; else the default is a preset
 DEFAULT, OWN = "default", "your own"
-ADVICE = {"quality": "Loses least.", "balanced": "Take it when in doubt.", "small": "Look for small slips."}
+ADVICE = {"quality": "Loses least.", "balanced": "Use it when in doubt.", "small": "Watch for small slips."}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def settings_for(model: Any) -> dict[str, Setting]:
     """Returns the settings by name, for a loaded model or its configuration."""
     default = DiffKVConfig.for_model(model)
     presets = {name: DiffKVConfig.for_model(model, preset=name) for name in PRESETS}
-    further = {DEFAULT: Setting(default, f"What `DiffKVCache(model)` takes: {_kept(default)}, {_bits(default)}.")}
+    further = {DEFAULT: Setting(default, f"What `DiffKVCache(model)` uses: {_kept(default)}, {_bits(default)}.")}
     return {
         **(further if default != presets[DEFAULT_PRESET] else {}),
         **{name: Setting(config, _of_preset(name, config)) for name, config in presets.items()},
@@ -36,8 +36,8 @@ def settings_for(model: Any) -> dict[str, Setting]:
         ),
         "pruning": Setting(
             DiffKVConfig.paper(alpha_high=8.0, alpha_low=1.0, window=16),
-            "Tokens that get less than the mean attention are pruned, before anybody asks for them. See what breaks: "
-            "facts of the prompt can be gone where the text still reads well.",
+            "Tokens that get less than the mean attention are pruned before any question is asked. See what breaks: "
+            "facts from the prompt can be gone even if the text still reads well.",
         ),
     }
 
@@ -64,10 +64,10 @@ def _kept(config: DiffKVConfig) -> str:
 def _bits(config: DiffKVConfig) -> str:
     """Returns the bits of keys and values, in words."""
     if config.head_precisions is not None:
-        return "each head in the bits that were measured for it"
+        return "each head at the precision measured for it"
     if config.selects:
         return f"at {config.high.name} or {config.low.name}"
     return f"keys in {config.high.k_bits} bits and values in {config.high.v_bits}"
 
 
-OWN_EXPLANATION = "Two levels and pruning by thresholds of your own; docs/configuration.md says what each field means."
+OWN_EXPLANATION = "Two levels and pruning by your own thresholds; docs/configuration.md explains each field."
