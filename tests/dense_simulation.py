@@ -212,7 +212,7 @@ class LayerSimulation:
     def read(
         self, query: Tensor, scaling: float | None = None, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attends with one layer's queries of the newest n <= Q tokens; likewise for the output.
+        """Attends with one layer's queries of the newest n <= Q tokens, and returns their output.
 
         All layers that read the same tokens are one group: a token gets the maximum over the heads of all of them.
         """

@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class RepeatedWork:
-    """Another stand-in, for a forward whose kernels cannot be recorded: a replay does the captured work again.
+    """Another stand-in, for a forward whose kernels cannot be recorded: a replay repeats the captured work.
 
     It does not check what the host held at capture; `RecordedGraph` does.
     """

@@ -120,9 +120,9 @@ def round_trip(
 
 
 def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Tensor:
-    """Decoded rows whose first and last codes lie where those of one or two bits fewer have the middle of their cells.
+    """Decoded rows clamped to the middles of the outermost cells that they will have with one or two bits fewer.
 
-    bits and groups are those before and after; other numbers leave x as it is.
+    bits, groups: before and after; other combinations leave x as it is.
     """
     merged = 2 ** (bits[0] - bits[1]) if 0 < bits[0] - bits[1] < 3 and groups[0] == groups[1] else 1
     if merged == 1:
@@ -137,9 +137,9 @@ def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Te
 
 
 def merged_cells(x: Tensor, bits: tuple[int, int], groups: int, inset: tuple[float, float]) -> Tensor:
-    """Decoded rows as they are quantised again with an inset, so that codes stand for whole numbers of those before.
+    """Decoded rows to quantise again with an inset, so that each new code stands for a whole number of old ones.
 
-    What is decoded then has the same product with x as x itself. Codes of as many bits stay as they are.
+    The decoded result then has the same product with x as x itself. Codes of as many bits stay as they are.
     """
     merged, top = 2 ** (bits[0] - bits[1]), 2 ** bits[1] - 1
     rows = []

@@ -79,7 +79,7 @@ class _Row:
         self.table = rows.page_table[request, head]
         self.length = exact.length[request]
         self.alphas = (rows.alpha_high[request, head], rows.alpha_low[request, head])
-        # those that leave the window, oldest first: what was in it, then what is new
+        # tokens that leave the window, oldest first: those in it before, then new ones
         place = exact.leaves[request].nonzero()[:, 0]
         self.position = exact.token[request, place].sort().values
         place = place[exact.token[request, place].argsort()]

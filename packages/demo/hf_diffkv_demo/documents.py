@@ -34,7 +34,7 @@ def chats() -> list[Example]:
 
 
 def free_prompts(chats: bool) -> list[Example]:
-    """Returns beginnings to continue or, for a model trained only on these, facts and a last line that asks for one."""
+    """Returns beginnings to continue or, unless the model chats, facts and a last line that asks for one."""
     if chats:
         return [Example(text, text) for text in BEGINNINGS]
     text = prompt_for(False)

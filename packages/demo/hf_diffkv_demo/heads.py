@@ -35,7 +35,7 @@ def place_in(result: Result, place: Place) -> Place:
 
 
 def overview(result: Result, chosen: Place) -> str:
-    """Returns the picture for a setting: levels by head, with one `chosen`; rungs; bits by head; or bits of all."""
+    """Returns the picture for a setting: levels by head, with one `chosen`, rungs, bits by head, or bits of all."""
     if result.selects:
         return _levels(result, chosen)
     if result.compressed.rungs:

@@ -12,7 +12,7 @@ from .generation import CacheRun
 
 # the dense one has the text's colour, on light and dark pages
 COLOURS = {DYNAMIC: "currentColor", DIFFKV: style_of(DIFFKV).colour}
-# most points of a line, about as many as it has pixels
+# points of a line; more would not be visible
 MOST_POINTS = 200
 # units of the drawing, which is stretched to fit
 WIDTH, HEIGHT = 1000.0, 100.0

@@ -155,7 +155,7 @@ class DiffKVLM(HFLM):
 
 
 def method_name(cache: str, fields: dict[str, Any]) -> str:
-    """Returns the name of the method `cache` with fields of `DiffKVConfig` as further options.
+    """Returns the name of the method `cache` with fields of `DiffKVConfig` as additional options.
 
     Raises:
         EvaluationError: fields are given to another method.

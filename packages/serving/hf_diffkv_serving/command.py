@@ -312,7 +312,7 @@ def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
     generation_config = copy.deepcopy(model.generation_config)
     generation_config.cache_implementation = "diffkv"
     generation_config.cache_config = config.to_dict()
-    # each request says how its tokens are drawn; the engine's own setting is for all of them
+    # each request has its own sampling; the engine's setting would apply to all of them
     generation_config.do_sample = False
     batching = ContinuousBatchingConfig(**_batching(options))
     hints = options.max_length and WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)

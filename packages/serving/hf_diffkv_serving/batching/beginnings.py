@@ -28,7 +28,7 @@ class Beginnings:
     """Cuts of unfinished requests, by name, and the most recent prompts.
 
     Args:
-        most_tokens: most tokens of all remembered prompts together.
+        most_tokens: limit on the tokens of all remembered prompts.
     """
 
     def __init__(self, most_tokens: int = MOST_REMEMBERED) -> None:

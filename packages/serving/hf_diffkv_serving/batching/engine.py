@@ -208,7 +208,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         super()._handle_request_error(error, state)
 
     def fail_all_requests(self, error: Exception) -> None:
-        """Fails all requests. All are told before memory is given back, which may fail on a failed device."""
+        """Fails all requests. Notifies all before freeing memory, which a failed device may not allow."""
         for state in self.scheduler.active_requests.values():
             self._handle_request_error(error, state)
         self.scheduler.active_requests.clear()

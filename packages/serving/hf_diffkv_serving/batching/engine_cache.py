@@ -96,7 +96,7 @@ class ContinuousCache(PackedCache):
     Args:
         slots: slots that hold the requests, in full-attention layers.
         full_layers: indices of these layers in the model.
-        max_batch_tokens: most tokens of a forward, all requests together.
+        max_batch_tokens: maximum tokens per forward, over all requests.
         sliding: windows of the requests in sliding-window layers, if there are any.
         linear: states of the requests in linear attention, if there is any.
     """

@@ -47,7 +47,7 @@ from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
 from .until_full import config_of_slots, lowers, rung_config
 
-# default number of tokens of a forward, as in Transformers
+# default limit on the tokens per forward, as in Transformers
 MAX_BATCH_TOKENS = 8192
 NOT_THERE = {
     "use_async_batching": "batches overlap, and memory is counted between them (docs/serving.md)",
@@ -244,7 +244,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
         Args:
             sampling: sampling of its tokens.
-            max_new_tokens: most tokens of each answer.
+            max_new_tokens: maximum tokens per answer.
             boundaries: boundaries for `add_request`.
             **options: other fields of the engine's `RequestState`. `num_children` is the number of answers after the
                 first. `engine_names.children` returns their names, and the prompt is computed once.
@@ -365,7 +365,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     @property
     def places(self) -> int:
-        """Number of requests that may still be admitted if there are pages; 0 while some wait in vain."""
+        """Number of requests that may still be admitted if there are pages; 0 while others wait."""
         return 0 if (cache := self._cache) is None or self._held_up else cache.places
 
     @property

@@ -22,14 +22,14 @@ class ServingMemory:
         slots: number of slots, which grows and shrinks with demand.
         longest: tokens of the longest request that is admitted.
         held_bytes: bytes of windows, tables, scratch memory, and the pages of requests.
-        peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
+        peak_bytes: peak bytes on the device after any forward, including free pages, which stay for later requests.
         max_bytes: budget in bytes.
         free_share: free share, 0 to 1, of the pages that the budget allows besides the slots.
         until_full: name of the precision of all tokens until the budget is full, such as "K8V8/K6V5" if layers differ;
             None if no heads are lowered then.
         precise_share: share, 0 to 1, of the stored tokens of all heads that have this precision.
         lowered: number of tokens over layers and heads that were lowered after they were stored.
-        room: least number of tokens that each request in flight can still get once all heads are lowered.
+        room: minimum number of tokens that each request in flight can still get once all heads are lowered.
     """
 
     requests: int
@@ -52,7 +52,7 @@ class Moment:
         slots: slots of the requests.
         requests: number of requests that hold memory.
         held: bytes that the device holds for all requests, including free pages.
-        peak: most bytes so far.
+        peak: peak bytes so far.
 
     Attributes:
         thread: identifier of the thread that made it.

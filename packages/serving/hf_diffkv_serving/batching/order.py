@@ -8,7 +8,7 @@ from hf_diffkv.prefixes.stats import ExpectedPrefix
 
 # later requests that may get memory before an earlier one
 MOST_OVERTAKEN = 32
-# the first so many waiting requests are ordered and announced to the prefix store
+# waiting requests, earliest first, that are ordered and announced to the prefix store
 LOOK_AHEAD = 32
 
 

@@ -13,7 +13,7 @@ class PageBounds:
 
     Attributes:
         exact: tokens that a request has before the first one leaves its window.
-        page_tokens: int64 [layers, heads], fewest tokens in a page of a row, except its last ones.
+        page_tokens: int64 [layers, heads], minimum tokens in a page of a row, except its last ones.
         selects: whether tokens of a row are chosen for one of two tiers, each of which may end in a partial page.
     """
 

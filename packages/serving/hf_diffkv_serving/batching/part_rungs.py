@@ -22,7 +22,7 @@ from .page_bounds import PageBounds
 from .slot_part import SlotPart
 from .slot_room import SlotRoom
 
-# one page in so many stays free for everyone's next tokens when a request enters at the precise rung
+# a request enters at the precise rung only if 1 / RESERVE of the pages stays free for next tokens
 RESERVE = 8
 
 

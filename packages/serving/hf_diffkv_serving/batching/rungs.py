@@ -47,7 +47,7 @@ class RungCounts:
 
     @property
     def room(self) -> int:
-        """Least number of tokens that each request can still get once all rows that may be lowered are."""
+        """Minimum number of tokens that each request can still get once all rows that may be lowered are."""
         allowed = range(1, self.longest + 1)
         return bisect_left(allowed, True, key=lambda more: not all(part.fits(more) for part in self.parts))
 

@@ -22,7 +22,7 @@ GREEDY_BELOW = 1e-5
 LIMITS = ("top_k", "top_p", "min_p")
 # number of likeliest tokens that are considered first
 SORTED = 1024
-# most digits of an answer's number, which has to fit in 64 bits
+# maximum digits of an answer's number, which has to fit in 64 bits
 MOST_DIGITS = 10
 # suffix of the names of processors that prepare draws
 WARPER = "LogitsWarper"
@@ -38,7 +38,7 @@ class Sampling:
         temperature: divisor of the scores; 0 takes the likeliest token.
         top_k: number of likeliest tokens to draw from; 0 for all.
         top_p: total probability of the tokens to draw from, which are the fewest likeliest ones that reach it.
-        min_p: least probability of a token to draw, as a share of the likeliest one's.
+        min_p: minimum probability of a token to draw, as a share of the likeliest one's.
         seed: seed of the draws. It determines the draw from given scores at a given position of the answer.
         top_logprobs: number of alternatives to note with the logprob of each token; None notes nothing. They are taken
             from scores before temperature and limits, and returned as `TokenLogprobs` in `GenerationOutput.logprobs`.

@@ -105,7 +105,7 @@ def check_servable(model: Any) -> list[LinearModule]:
 
 
 def unservable(name: str, reason: str, why: str | None = None) -> UnsupportedModelError:
-    """Returns the error for a model called `name`; `reason` says what it has, and `why` what stands in the way."""
+    """Returns the error for a model called `name`. `reason` says what is unsupported, and `why` gives the cause."""
     stands = "" if why is None else f": {why}"
     return UnsupportedModelError(
         f"{name} {reason}, which continuous batching with the compressed cache does not do{stands}; leave "

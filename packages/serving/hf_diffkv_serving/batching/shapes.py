@@ -18,7 +18,7 @@ class AttentionShape:
     """Heads of one layer, elements of its keys and values, their dtype and device.
 
     Attributes:
-        max_positions: most tokens of a request of the model; None if unknown.
+        max_positions: maximum tokens per request of the model; None if unknown.
         ranks: ranks that share the heads of the layer.
     """
 

@@ -126,7 +126,7 @@ class SlotPart:
         return self.bounds_of(self.final[:, slot]).more(seen, tokens, self.held(slot), int(self._step[slot]))
 
     def need_of(self, source: Store, tokens: int) -> int:
-        """Returns the most pages that the request in `source`, a store of the same layers, needs for `tokens`."""
+        """Returns the most pages that the request in `source`, a store of these layers, needs with `tokens` tokens."""
         return self.bounds_of(source.low_heads[:, 0].cpu().numpy()).pages(tokens)
 
     def held(self, slot: int) -> int:

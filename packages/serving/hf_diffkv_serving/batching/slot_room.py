@@ -69,7 +69,7 @@ class SlotRoom:
         return all(part.bounds.pages(tokens) <= limit - 1 for part, limit in zip(self._parts, limits))
 
     def limits(self, slots: int, tokens: int) -> np.ndarray:
-        """Returns the page limit of each part with so many slots, including null pages, int64 [parts]."""
+        """Returns the page limit of each part with this many slots, including null pages, int64 [parts]."""
         beside = sum(part.store.bytes_beside_pages(slots, tokens) for part in self._parts)
         beside += sum(other.bytes_for(slots, tokens) for other in self._others)
         return np.floor((self.max_bytes - beside) * self._shares / self._costs).astype(np.int64)
@@ -79,7 +79,7 @@ class SlotRoom:
         self._set_limits(self.limits(self.slots, self.tokens))
 
     def sizes_for(self, slots: int, tokens: int) -> list[tuple[int, int]]:
-        """Returns the sizes to try if at least so many slots and tokens are needed, best first."""
+        """Returns the sizes to try if at least these slots and tokens are needed, best first."""
         tokens = max(tokens, min(self.longest, FIRST_TOKENS))
         ahead = slots if slots <= self.slots else min(self.most, max(slots, self.slots + self.slots // SLOTS_AHEAD))
         longer = tokens if tokens <= self.tokens else min(self.longest, tokens + tokens // TOKENS_AHEAD)

@@ -88,7 +88,7 @@ class SlotStore(Store):
         """Does nothing: `seen` counts steps of many requests, none of which is longer than `Slots.longest`."""
 
     def page_tokens(self) -> np.ndarray:
-        """Returns int64 [layers, heads], the fewest tokens in a page of a row, except its last ones."""
+        """Returns int64 [layers, heads], the minimum tokens in a page of a row, except its last ones."""
         high, low = self.layout.high.capacity, self.layout.low.capacity
         if self.layout.selects:
             return np.full((self.num_layers, self.num_heads), min(high, low))
@@ -156,7 +156,7 @@ class SlotStore(Store):
         return -(-(tokens + self.window_slots) // min(self.layout.high.capacity, self.layout.low.capacity)) + 2
 
     def bytes_beside_pages(self, slots: int, tokens: int) -> int:
-        """Returns the most bytes that are ever held besides pages and their entries in the free list.
+        """Returns the peak bytes held in addition to pages and their entries in the free list.
 
         Args:
             slots: number of slots.
@@ -187,7 +187,7 @@ class SlotStore(Store):
         return torch.empty(slots, self._query_heads, self.key_dim, dtype=self.dtype, device=self.device)
 
     def _most_tile_bytes(self, slots: int, tokens: int) -> int:
-        """Returns the most bytes of the reference's tiles, for all layers together and for each."""
+        """Returns the peak bytes of the reference's tiles, for all layers together and for each."""
         if self.ops.backend != REFERENCE:
             return 0
         rows = 2 * self.num_layers * slots * self.num_heads

@@ -39,14 +39,14 @@ _logger = logging.getLogger("hf_diffkv")
 class Slots:
     """Slots under a byte budget.
 
-    The order of calls for a forward: `settle`, `make_room` and `reserve` for each request, `begin`, `attend` per layer.
+    Calls for each forward, in order: `settle`; `make_room` and `reserve` per request; `begin`; `attend` per layer.
 
     Args:
         config: user's configuration; its `max_bytes` is ignored. If it names `until_full`, rows are lowered before a
             request finds no room (`rungs.py`).
         shape: shape of every layer.
         num_layers: number of compressed layers of the model.
-        count: number of requests that there may be at once.
+        count: maximum number of concurrent requests.
         max_tokens: tokens of the longest request that is allowed.
         max_bytes: budget for everything that is held: windows, tables, scratch memory, pages.
         others: other objects that hold memory for every slot.
@@ -304,7 +304,7 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Gives back the slot and all that its request holds, even after a `load` that failed."""
+        """Frees the slot and all that its request holds, even after a failed `load`."""
         for part in self.parts:
             if self._seen[slot]:
                 part.clear(slot)

@@ -16,7 +16,7 @@ NEVER_FULL = 1 << 40
 
 
 def lowers(config: DiffKVConfig) -> bool:
-    """Returns whether rows are lowered when a budget is full, which in continuous batching must be named."""
+    """Returns whether rows are lowered when a budget is full: in continuous batching, only on request."""
     return isinstance(config.until_full, Precision)
 
 

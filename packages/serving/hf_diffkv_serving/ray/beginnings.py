@@ -14,7 +14,7 @@ from typing import Any
 
 # characters of a piece, about 128 tokens of English
 PIECE = 512
-# most pieces of a request that are considered, about 32,000 tokens
+# maximum pieces of a request to consider, about 32,000 tokens
 MOST_PIECES = 256
 KEY_BYTES = 8
 WORD = (1 << 8 * KEY_BYTES) - 1
@@ -75,7 +75,7 @@ class Places:
     Args:
         slack: number of requests.
         capacity: number of keys to remember; the most recently used ones are kept.
-        holders: most replicas to remember for a key.
+        holders: maximum number of replicas to remember for a key.
     """
 
     def __init__(self, slack: int = 8, capacity: int = 200_000, holders: int = 8) -> None:

@@ -47,8 +47,8 @@ class Generate:
         )
 
     A prompt is a text, a list of messages (for the chat template) or a list of token ids. Rows keep their columns and
-    get those of `AnsweredRow`. If a row cannot be answered, "error" says why, and the others continue. Such a prompt
-    has no room, is of another type, or made the engine fail even when run alone.
+    get those of `AnsweredRow`. If a row cannot be answered, "error" says why, and the others continue. Its prompt
+    has no room, is of another type, or made the engine fail even when it ran alone.
 
     Batches may be `pyarrow.Table`s, `pandas.DataFrame`s or dicts of NumPy arrays, and are returned as the same type.
     Several may be under way at once, and the engine runs the rows of all.
@@ -56,7 +56,7 @@ class Generate:
     Args:
         model, **options: fields of `EngineOptions`.
         prompts: name of the column of prompts.
-        max_new_tokens: most tokens of an answer; None uses the limit in the model's generation configuration or, if it
+        max_new_tokens: maximum tokens per answer; None uses the limit in the model's generation configuration or, if it
             has none, as many as there is room for.
 
     Raises:

@@ -21,7 +21,7 @@ class EngineOptions:
         device: name of a device; None uses a GPU if the worker has one.
         generation: fields of `GenerationConfig` for all requests, such as `do_sample` and `temperature`.
         batching: fields of `ContinuousBatchingConfig`, such as `max_requests_per_batch` and `seed`.
-        max_length: most tokens of a request, prompt and answer together; None for as many as the model has positions.
+        max_length: maximum tokens per request, prompt and answer together; None for the model's number of positions.
         prefixes: arguments of `PrefixStore` other than model and configuration, such as {"device_bytes": 1 << 30};
             None keeps no prefixes.
     """

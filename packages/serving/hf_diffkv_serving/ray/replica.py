@@ -52,7 +52,7 @@ class Replica:
     """
 
     def __init__(self, options: EngineOptions, served: ReplicaOptions) -> None:
-        # each request says how its tokens are drawn; the engine's own setting is for all of them
+        # each request has its own sampling; the engine's setting would apply to all of them
         loaded = load_engine(replace(options, generation={"do_sample": False}))
         self._engine = loaded.manager
         loaded.start()

@@ -14,7 +14,7 @@ from .fields import MOST_LOGPROBS, Count, SeveralChoices, only, refusal
 from .generation import Asked, Run, Step
 from .text import joined
 
-# most prompts, and most answers, of one request
+# maximum prompts, and maximum answers, per request
 MOST_PROMPTS = 2048
 
 

@@ -22,9 +22,9 @@ from .text import Transcript
 
 # ids of the requests that an HTTP request has submitted to the engine
 submitted: ContextVar[list[str]] = ContextVar("submitted")
-# stands for no end token
+# end token of answers without one
 NO_END = -1
-# most tokens of an answer unless its client or the model asks for more
+# maximum tokens per answer unless its client or the model asks for more
 USUAL_LENGTH = 1024
 
 
@@ -35,7 +35,7 @@ class Asked:
     Attributes:
         prompts: token ids of each prompt.
         boundaries: boundaries of the first prompt, as in `DiffKVBatchingManager.add_request`.
-        max_new_tokens: most tokens of an answer; None for the default number, or fewer if there is less room.
+        max_new_tokens: maximum tokens per answer; None for the default number, or fewer if there is less room.
         n: number of answers to each prompt.
         stop: strings that end an answer.
         ignore_eos: whether the model's end tokens do not end an answer.
@@ -194,7 +194,7 @@ class Generation:
     def forget(self, request_id: str) -> None:
         """Cancels a request that no client waits for, unless it is done or about to be."""
         if request_id not in self._stopped and request_id in self.engine.output_router.result_handlers:
-            # outputs that still come would otherwise be kept; the handler goes once the engine has cancelled
+            # outputs that still arrive would otherwise be kept; the engine removes this handler on cancellation
             self.engine.register_result_handler(request_id, lambda output: None)
             self.engine.cancel_request(request_id)
 

@@ -89,7 +89,7 @@ class Admission:
 
     Args:
         app: middleware that knows the answers under way.
-        max_queue: most requests that may wait; None for no limit.
+        max_queue: maximum number of waiting requests; None for no limit.
     """
 
     def __init__(self, app: UnderWay, engine: DiffKVBatchingManager, health: Health, max_queue: int | None) -> None:

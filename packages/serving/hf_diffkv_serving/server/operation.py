@@ -37,9 +37,9 @@ class Operation:
         cors: whether to accept web pages of any origin.
         api_key: key that clients must send; None admits all.
         open_metrics: whether `/metrics` needs no key.
-        max_queue: most requests that may wait; None for no limit.
-        max_body: most bytes of a request's body.
-        timeout: most seconds that an answer may take; None for no limit.
+        max_queue: maximum number of waiting requests; None for no limit.
+        max_body: maximum bytes of a request's body.
+        timeout: maximum seconds per answer; None for no limit.
         grace: seconds that answers under way have to finish when the server is stopped.
         log_level: log level of uvicorn and Transformers.
         log_every: seconds between lines of statistics; 0 for none.
