@@ -2,10 +2,10 @@
 
     python -m hf_diffkv_serving.lmcache server --l2-adapter ADAPTER
 
-runs LMCache's own command with the serialiser registered. ADAPTER is, for example, '{"type": "fs_native", "base_path":
-"/cache", "serde": {"type": "diffkv", "head_dim": 128}}'. LMCache passes chunks of one model, [2, layers, tokens,
-KV heads * head_dim], keys first. The mean of a chunk and head is subtracted from its keys. Each key and value is then
-rotated by a Hadamard matrix and quantised on its own, as in `ops/quantize`.
+runs LMCache's own command with the serialiser registered. An ADAPTER is, for example,
+'{"type": "fs_native", "base_path": "/cache", "serde": {"type": "diffkv", "head_dim": 128}}'. LMCache passes chunks of
+one model, [2, layers, tokens, KV heads * head_dim], keys first. Keys lose the mean of their chunk and head. Then each
+key and value is rotated by a Hadamard matrix and quantised on its own, as in `ops/quantize`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Moment:
 
     @cached_property
     def memory(self) -> ServingMemory:
-        """Figures of that moment. The first use reads the device."""
+        """Figures of that moment. The first read waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         free = self._counts[:, FREE].tolist()

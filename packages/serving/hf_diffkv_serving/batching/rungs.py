@@ -133,7 +133,7 @@ class RungsOfParts:
 
         Args:
             demands: demand of the requests in slots, by part.
-            needs: further pages that are needed, by part.
+            needs: additional pages needed, by part.
 
         Returns:
             Rows of each part, bool [layers, slots, heads], at least one in all; None if no size gives all parts enough.

@@ -1,4 +1,4 @@
-"""Number and length of slots, and the number of pages besides them, as requests need them under a budget.
+"""Number and length of slots, and the number of pages, as requests need them under a budget.
 
 Slots and pages compete for memory. Short requests need many slots and few pages, long ones the reverse.
 """
@@ -40,7 +40,7 @@ class SlotRoom:
         parts: parts with one slot each.
         others: objects that hold memory for every slot.
         most: largest number of slots.
-        max_tokens: tokens of the longest request that is allowed.
+        max_tokens: tokens of the longest allowed request.
         max_bytes: budget for everything that is held.
 
     Attributes:

@@ -47,7 +47,7 @@ class Slots:
         shape: shape of every layer.
         num_layers: number of compressed layers of the model.
         count: maximum number of concurrent requests.
-        max_tokens: tokens of the longest request that is allowed.
+        max_tokens: tokens of the longest allowed request.
         max_bytes: budget for everything that is held: windows, tables, scratch memory, pages.
         others: other objects that hold memory for every slot.
         harm: predicted loss from lowering heads; None if unknown.

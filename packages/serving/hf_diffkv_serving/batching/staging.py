@@ -17,7 +17,7 @@ from .reservations import ReservedPool
 
 
 class SlotTable(PageTable):
-    """Table rows of one slot, in a table that they cannot make grow."""
+    """Table rows of one slot. The table cannot grow through them."""
 
     def __init__(self, table: Tensor) -> None:
         self.table = table

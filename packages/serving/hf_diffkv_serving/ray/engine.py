@@ -22,8 +22,8 @@ class EngineOptions:
         generation: fields of `GenerationConfig` for all requests, such as `do_sample` and `temperature`.
         batching: fields of `ContinuousBatchingConfig`, such as `max_requests_per_batch` and `seed`.
         max_length: maximum tokens per request, prompt and answer together; None for the model's number of positions.
-        prefixes: arguments of `PrefixStore` other than model and configuration, such as {"device_bytes": 1 << 30};
-            None keeps no prefixes.
+        prefixes: arguments of `PrefixStore` after model and configuration, such as {"device_bytes": 1 << 30}; None
+            keeps no prefixes.
     """
 
     model: str

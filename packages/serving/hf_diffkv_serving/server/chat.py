@@ -105,7 +105,7 @@ class ChatAnswer(Answer):
         return self._object("chat.completion", choices, usage=usage_of(run))
 
     async def events(self, run: Run) -> AsyncIterator[str]:
-        # in a stream with token counts, chunks without them say so
+        # in a stream with token counts, other chunks have null
         usage = {"usage": None} if self.body.with_usage else {}
         called = dict.fromkeys(run.open, 0)
 

@@ -103,7 +103,7 @@ class CompletionAnswer(Answer):
         return self._object([self._choice(i, step) for i, step in enumerate(answers)], usage=usage_of(run))
 
     async def events(self, run: Run) -> AsyncIterator[str]:
-        # in a stream with token counts, chunks without them say so
+        # in a stream with token counts, other chunks have null
         usage = {"usage": None} if self.body.with_usage else {}
         async for number, step in run:
             yield event(self._object([self._choice(number, step)], **usage))
