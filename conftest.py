@@ -1,4 +1,4 @@
-"""Shared by all tests: quiet logs, the tiny models, and poisoned memory, so that reading what nobody wrote shows."""
+"""Shared by all tests: quiet logs, fixtures, and poisoned memory, so that reads of unwritten memory show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-# test folders are no packages; others take from these: cases of ops, pairs of a store and its simulation, policies
+# test folders are not packages; these hold shared cases of ops, pairs of a store and its simulation, policies
 ROOT = Path(__file__).parent
 sys.path += [
     str(ROOT / "tests" / folder) for folder in ("", "ops", "store", "policy", "distributed", "families", "evaluation")

@@ -1,4 +1,4 @@
-"""A real browser, where one is installed."""
+"""A real browser, if one is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not ins
 
 @contextmanager
 def launched() -> Iterator[Any]:
-    """Patient, as the machine may have much else to do."""
+    """Launches it with long timeouts, as the machine may be busy."""
     from playwright.sync_api import expect, sync_playwright
 
     expect.set_options(timeout=WAIT_MS)

@@ -58,10 +58,10 @@ def algorithm_one(
 
 @dataclass(frozen=True)
 class Head:
-    """One KV head of one row of a batch, all tokens of it.
+    """All tokens of one KV head in one row of a batch.
 
     index: place among the row's real tokens [S], -1 for padding. level, mean: [S]. alpha_high,
-    alpha_low: scalars that a rule may overwrite in place. sinks: as many first tokens are sinks.
+    alpha_low: scalars that a rule may overwrite in place. sinks: number of first tokens that are sinks.
     """
 
     head: int
@@ -83,13 +83,13 @@ class Rule:
     """Rule for the level of a token. This one is DiffKV's: alpha / N, and Algorithm 1."""
 
     def first(self, alpha_high: float | list[float], alpha_low: float | list[float]) -> tuple:
-        """alpha_high and alpha_low before any token, from those of the configuration."""
+        """Returns alpha_high and alpha_low before any token, from those of the configuration."""
         return alpha_high, alpha_low
 
     def prompt(self, head: Head, members: Tensor, outside: int) -> Tensor:
-        """Levels int8 [S], void where not `members` (bool [S]): what is stored or leaves the window.
+        """Levels int8 [S], valid only for `members` (bool [S]), which are stored or leave the window.
 
-        outside: real tokens that are outside the window then, pruned ones included.
+        outside: real tokens that are then outside the window, including pruned ones.
         """
         return level_of(head.mean, *head.thresholds())
 
@@ -128,7 +128,7 @@ class LayerSimulation:
         self.high, self.low = high, low
         self.narrow = metadata_bits == 16
         self._adapts = adaptive_rounding
-        # [H, D, D] of R q, which generated tokens are rounded for as it is; None rounds them to the nearest code
+        # [H, D, D] of R q, for which generated tokens are rounded undamped; None rounds them to the nearest code
         self._model_moment = model_moment
         # [B, H, D, D] and [1, H, D, D] of R q: of the last forward, and of all rows and prompts so far
         self._moment = torch.zeros(batch_size, num_key_value_heads, head_dim, head_dim, dtype=torch.float64)
@@ -136,7 +136,7 @@ class LayerSimulation:
         self._is_prompt = True
         # whether tokens are being lowered from one precision to another
         self._lowers = False
-        # called with the sums where those of stored tokens are rounded at random; returns them so
+        # called with the sums where those of stored tokens are rounded at random; returns them rounded
         self.round_sums: Callable[[Tensor], Tensor] = lambda sums: sums
         self.rule = rule or Rule()
         alpha_high, alpha_low = self.rule.first(alpha_high, alpha_low)
@@ -155,9 +155,9 @@ class LayerSimulation:
         self.observation_window = observation_window
         self.dtype = dtype
         self._transforms = rotate or center
-        # whether queries and outputs have the model's dtype in the form that is kept; native steps round neither there
+        # whether queries and outputs have the model's dtype in the stored form; native steps round neither there
         self.rounds_rotated = True
-        # what is rotated there and back again must come back as it was
+        # rotating there and back must return the same numbers
         self.compute_dtype = torch.float64 if dtype == torch.float64 or self._transforms else torch.float32
         dims = (head_dim, value_dim or head_dim)
         self._rotations = [rotation(dim) if rotate else torch.eye(dim, dtype=torch.float64) for dim in dims]
@@ -182,7 +182,7 @@ class LayerSimulation:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Append, attend, update the sums, compress.
+        """Appends, attends, updates the sums and compresses.
 
         query [B, Hq, Q, D], key [B, H, Q, D], value [B, H, Q, Dv], valid [B, Q] bool (False is padding), sinks [Hq].
         Returns the output [B, Hq, Q, Dv] in the query's dtype; rows of padding queries are zero.
@@ -201,7 +201,7 @@ class LayerSimulation:
         self._append(key.detach().cpu(), value.detach().cpu(), self._valid)
         if self._transforms:
             new = slice(self._keys.shape[2] - columns, None)
-            # a first prompt is attended as it is, and what comes later in the form that is kept
+            # a first prompt is attended to as it is, later tokens in their stored form
             self._exact = self._keys[:, :, new].clone(), self._values[:, :, new].clone()
             if self._has_past:
                 self._keep_new(columns)
@@ -212,7 +212,7 @@ class LayerSimulation:
     def read(
         self, query: Tensor, scaling: float | None = None, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attends with one layer's queries of the newest n <= Q tokens, output likewise.
+        """Attends with one layer's queries of the newest n <= Q tokens, and returns their output.
 
         All layers that read the same tokens are one group: a token gets the maximum over the heads of all of them.
         """
@@ -251,7 +251,7 @@ class LayerSimulation:
             self._compress_generation()
 
     def hide(self, shown: Tensor) -> None:
-        """Makes padding of the real tokens that are not shown (bool [B, S]); the means of the others stay."""
+        """Turns real tokens that are not shown (bool [B, S]) into padding; the means of the others stay."""
         shown = shown & (self._index >= 0)
         index = torch.where(shown, shown.cumsum(-1) - 1, -1)
         count = shown.sum(-1)
@@ -262,12 +262,12 @@ class LayerSimulation:
         self._levels = torch.where(shown[:, None], self._levels, PADDING)
         self._sinks = torch.minimum(self._sinks, (shown & (self._index < self._sinks[:, None])).sum(-1))
         self._index, self._count = index, count
-        # where everything is exact, the first tokens are sinks again
+        # if everything is exact, the first tokens are sinks again
         left = ((index >= 0)[:, None] & (self._levels < WINDOW)).any(-1).any(-1)
         self._sinks = torch.where(left, self._sinks, self._all_sinks)
 
     def lower(self, row: int, head: int) -> None:
-        """Stores all high tokens of one head at the low level, from the values they have now, and later ones too."""
+        """Stores all high tokens of one head at the low level, from their current values, and later ones too."""
         self.alpha_high[row, head] = torch.inf
         last = self._moment, self._is_prompt
         # rounded for the queries of all prompts of all rows, unless the model's own are known
@@ -278,7 +278,7 @@ class LayerSimulation:
         self._moment, self._is_prompt = last
 
     def begin_stage(self, low: SimPrecision) -> None:
-        """Takes the low precision as the high one, and another low one; no token may be high."""
+        """Makes the low precision the high one, and sets a new low one; no token may be high."""
         if (self._levels == HIGH).any():
             raise ValueError("tokens are left at the high level")
         self.high, self.low = self.low, low
@@ -314,7 +314,7 @@ class LayerSimulation:
         self._count = self._count + valid.sum(-1)
 
     def _to_kept(self, x: Tensor, which: int, offset: Tensor | None = None) -> Tensor:
-        """R x less the offset in the model's dtype, as keys (`which` 0) or values (1) are kept; x: [..., D]."""
+        """R x minus the offset in the model's dtype, as keys (`which` 0) or values (1) are kept; x: [..., D]."""
         kept = x @ self._rotations[which].T
         kept = kept if offset is None else kept - offset
         return kept.to(torch.promote_types(self.dtype, torch.float32)).to(self.dtype)
@@ -325,7 +325,7 @@ class LayerSimulation:
         return (x if offset is None else x + offset) @ self._rotations[which]
 
     def _keep_new(self, columns: int) -> None:
-        """Puts the newest tokens into the form that is kept."""
+        """Converts the newest tokens to their stored form."""
         key, value = self._exact
         offset = self._offset[:, :, None]
         there = self._valid[:, None, :, None]
@@ -334,9 +334,9 @@ class LayerSimulation:
         self._values[:, :, first:] = torch.where(there, self._from_kept(self._to_kept(value, 1), 1), 0)
 
     def _fix_offsets(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
-        """Takes the mean key of rows that are about to lose their first token from the window as their offset.
+        """Sets the offset of rows that are about to lose their first token from the window to their mean key.
 
-        key, value: of the newest tokens where they come several at once: kept only now, without an offset before.
+        key, value: of the newest tokens if several come at once: converted only now, without an offset before.
         """
         columns = 0 if key is None else key.shape[2]
         old = self._offset.clone()
@@ -395,13 +395,13 @@ class LayerSimulation:
         total = torch.where(counted[:, None, None], probabilities, 0).sum(-2)  # [B, H, G, S]
         later = (is_later & valid[:, :, None]).sum(1).to(total.dtype)
         seen = counted.sum(1).to(total.dtype)
-        # The sum stands for all later queries, also the unobserved ones, so that sum / (N - 1 - i) remains a mean.
+        # The sum stands for all later queries, including unobserved ones, so that sum / (N - 1 - i) remains a mean.
         # The ratio comes first: it is exactly 1 where nothing was left out.
         share = torch.where(seen > 0, later / seen.clamp(min=1), 0)
         return (total * share[:, None, None]).amax(2)
 
     def _columns(self, new: int) -> tuple[Tensor, Tensor]:
-        """Columns of the keys, [S], and of the queries of the `new` last ones, [Q, 1]."""
+        """Columns of the keys, [S], and of the queries of the last `new` ones, [Q, 1]."""
         seen = self._levels.shape[-1]
         return torch.arange(seen), torch.arange(seen - new, seen)[:, None]
 
@@ -421,7 +421,7 @@ class LayerSimulation:
         )
 
     def _compress_prompt(self) -> None:
-        """Level what leaves the window, downgrade what was stored before and no longer earns its level."""
+        """Levels what leaves the window, and downgrades stored tokens that no longer earn their level."""
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
             # a token that left the window stays outside, even if tokens after it are hidden
@@ -439,7 +439,7 @@ class LayerSimulation:
                     self._store(row, head, ((target == level) & (levels != level)).nonzero().flatten(), level)
 
     def _compress_generation(self) -> None:
-        """Send the oldest tokens beyond the window, one by one, through Algorithm 1."""
+        """Sends the oldest tokens beyond the window, one by one, through Algorithm 1."""
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
             for head in range(heads):
@@ -455,7 +455,7 @@ class LayerSimulation:
         return inset_of(precision.v_bits, dim // precision.v_groups) if self._is_inset and not demoted else (0.0, 1.0)
 
     def _store(self, row: int, head: int, tokens: Tensor, level: int) -> None:
-        """Move tokens of one head to a level, starting from the values they have now."""
+        """Moves tokens of one head to a level, starting from their current values."""
         if tokens.numel() == 0:
             return
         keys, values = self._keys[row, head], self._values[row, head]
@@ -467,7 +467,7 @@ class LayerSimulation:
             offset = self._offset[row, head]
             kept = (keys[tokens], values[tokens])
             if self._transforms:
-                # no further rounding to the model's dtype: it is in that, or was dequantised
+                # no further rounding to the model's dtype: they have it, or were dequantised
                 kept = kept[0] @ self._rotations[0].T - offset, kept[1] @ self._rotations[1].T
                 kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
             if self._lowers:

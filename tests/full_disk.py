@@ -1,4 +1,4 @@
-"""A disk on which files have no room."""
+"""A stand-in for a full disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(most: int = 40) -> Iterator[None]:
-    """Makes files fail within the block once they have `most` bytes."""
+    """Makes writes within the block fail once a file has `most` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Stores for tests, of layers of one shape."""
+"""Stores for tests, with layers of one shape."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hf_diffkv.store import KVHeads, PromptAttention, StepAttention, Store, begi
 
 
 def new_store(config: DiffKVConfig, layers: int, batch: int, *heads: object, **sizes: object) -> Store:
-    """A store; `heads` are fields of `KVHeads`, of which dtype and device may be left out: float32 on a CPU."""
+    """Returns a store. `heads` are fields of `KVHeads`; dtype and device default to float32 on a CPU."""
     rest = (torch.float32, torch.device("cpu"))[len(heads) - 3 :]
     return Store(config, layers, batch, KVHeads(*heads, *rest), **sizes)
 
 
 def begin(store: Store, tokens: int, valid: Tensor | None = None) -> None:
-    """A forward of new tokens, of which some may be padding."""
+    """Begins a forward of new tokens, some of which may be padding."""
     begin_forward(store, tokens)
     store.padding.append(tokens, valid)
 
@@ -34,7 +34,7 @@ def attend_prompt(
     valid: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The output of several new tokens, which are stored."""
+    """Stores several new tokens and returns their output."""
     return PromptAttention(store, layer, key, value, valid, mask).attend(query, softmax)
 
 
@@ -47,12 +47,12 @@ def attend_step(
     softmax: Softmax,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """The output of the newest token of every request, which is stored."""
+    """Stores the newest token of every request and returns its output."""
     return StepAttention(store, layer, key, value, valid).attend(query, softmax)
 
 
 def attend(store: Store, layer: int, states: Iterable[Tensor], softmax: Softmax, valid: Tensor | None = None) -> Tensor:
-    """Query, key and value of what has begun: a step where it is one token behind others, else a prompt or turn."""
+    """Attends with query, key and value: as a step for one token after others, else as a prompt or turn."""
     query, key, value = states
     if query.shape[2] == 1 and store.seen > 1:
         return attend_step(store, layer, query, key, value, softmax, None if valid is None else valid[:, 0])

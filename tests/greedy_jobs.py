@@ -1,4 +1,4 @@
-"""Runs of `hf_diffkv.running.side_by_side` that say the same every time."""
+"""Runs of `hf_diffkv.running.side_by_side` with the same text every time."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ def attend_within(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """The operator of a compiled forward with all that happens inside it seen by `mode`; its number is on the CPU."""
+    """Runs a compiled forward's operator so that `mode` sees all that happens inside it; `handle` is on the CPU."""
     layer = layer_of(handle)
     with mode:
         return attend_at(layer, *states, mask, Softmax(scaling, softcap, sinks), reads)
 
 
 class HostReads(TorchDispatchMode):
-    """Notes every read of a tensor by the host that the package causes within the context, on the CPU too."""
+    """Notes every host read of a tensor that the package causes within the context, even on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class HostReads(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A compiled forward stays so, and its reads are seen."""
+        """A compiled forward stays compiled, and its reads are seen."""
         return True
 
     def __enter__(self) -> HostReads:
@@ -99,7 +99,7 @@ class HostReads(TorchDispatchMode):
         frame = sys._getframe()
         while frame is not None and self.active:
             if frame.f_globals.get("__name__", "").startswith("hf_diffkv"):
-                # Python 3.10 knows the name alone
+                # Python 3.10 knows only the name
                 name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
                 self.found.append(f"{what} in {name}")
                 return

@@ -1,4 +1,4 @@
-"""A small server that answers as the Hub does, on this machine."""
+"""A small local server that answers like the Hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKEN = "hf_stand_in"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories of models with one branch, `main`. It serves as long as it is a context.
+    """Repositories of models with one branch, `main`. It serves while it is used as a context.
 
     Attributes:
         repositories: content of each repository's files, by id and name.
@@ -47,7 +47,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Returns the environment of a process that knows this Hub alone and keeps fetched files in `home`."""
+        """Returns the environment of a process that knows only this Hub and keeps fetched files in `home`."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
         return {**kept, "HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def may_read(self, repo: str) -> bool:
-        """Whether it is there; where not, that has been answered so that nobody learns which private ones there are."""
+        """Whether a repository may be read. If not, it was answered in a way that hides which private ones exist."""
         if repo in self.server.repositories and (repo not in self.server.private or self.knows_token):
             return True
         self.answer(401, X_Error_Code="RepoNotFound")
@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
             if repo in self.server.repositories:
                 return self.answer(409, answer)
             self.server.repositories[repo] = {}
-            # how this is said depends on the release of the library
+            # the field depends on the library's release
             if wanted.get("private") or wanted.get("visibility") == "private":
                 self.server.private.add(repo)
             return self.answer(200, answer)

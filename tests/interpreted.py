@@ -1,4 +1,4 @@
-"""Imported by a file of tests that runs kernels: skips it unless Triton is there and interprets them."""
+"""Imported by a file of tests that runs kernels: skips it unless Triton is installed and interprets them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Counts on the CPU what a GPU would launch: kernels of the package in Triton's interpreter, PyTorch's operators."""
+"""Counts on the CPU what a GPU would launch: the package's kernels in Triton's interpreter, and PyTorch operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_diffkv.store import Store, begin_forward, check_integrity
 # what the first layer of a forward reads, in one copy to the host
 FIRST_READS = ["cpu in read_together", "numpy in read_together"]
 
-# they only allocate, or tell what is known without the device
+# they only allocate, or return what is known without the device
 NO_LAUNCH = {
     "empty",
     "empty_like",
@@ -75,7 +75,7 @@ class Launches(HostReads):
 
 
 def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes prompts attend by the reference in the phase "attention", which is followed by the phase "after"."""
+    """Makes prompts attend with the reference in the phase "attention", followed by the phase "after"."""
     attention = table.ops_of("reference").prefill_attention
 
     def marked(*args: Any, **options: Any) -> Any:
@@ -93,13 +93,13 @@ def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
 def turns_of_layers(
     store: Store, dim: int, monkeypatch: pytest.MonkeyPatch, free: int = 0
 ) -> Iterator[tuple[int, list[str], list[str]]]:
-    """A prompt and two turns of two requests by kernels.
+    """Runs a prompt and two turns of two requests with kernels.
 
     Args:
         free: pages that are free before each layer.
 
     Yields:
-        The layer, what it launches after attention, and what it reads, that of attention aside.
+        The layer, what it launches after attention, and what it reads outside attention.
     """
     counter = Launches(monkeypatch)
     mark_attention(counter, monkeypatch)

@@ -1,4 +1,4 @@
-"""Invented losses of a model's heads."""
+"""Made-up losses of a model's heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ERRORS = {2: 5.5, 3: 1.0, 4: 0.22, 5: 0.051, 6: 0.012, 8: 0.001}
 
 
 def measured(model: PreTrainedModel) -> Sensitivity:
-    """The first head of each layer loses a hundred times what the others do."""
+    """Returns losses of which the first head of each layer has a hundred times the others'."""
     config = model.config
     losses = ((1e-2, *[1e-4] * (config.num_key_value_heads - 1)),) * config.num_hidden_layers
     shapes = ((config.num_key_value_heads, config.head_dim, config.head_dim),) * config.num_hidden_layers

@@ -9,7 +9,7 @@ import torch
 from dense_simulation import HIGH, LOW, PRUNED, Head, Rule
 from torch import Tensor
 
-# makes "first_tokens" known
+# registers "first_tokens"
 runpy.run_path(str(Path(__file__).parents[1] / "examples" / "own_policy.py"))
 
 
@@ -22,7 +22,7 @@ def filled(head: Head, chosen: dict[int, int]) -> Tensor:
 
 
 def from_least(head: Head, tokens: list[int]) -> list[int]:
-    """Sorts tokens as they would be dropped: the least significant first, of equal ones the oldest."""
+    """Sorts tokens as they would be dropped: the least significant first, and of equal ones the oldest."""
     return sorted(tokens, key=lambda token: (float(head.mean[token]), int(head.index[token])))
 
 

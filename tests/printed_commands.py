@@ -15,19 +15,19 @@ PAGES += sorted((ROOT / "examples").rglob("*.md")) + sorted((ROOT / "packages").
 SOURCES = [*sorted((ROOT / "hf_diffkv").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
 SOURCES += sorted(path for path in (ROOT / "packages").rglob("*.py") if "tests" not in path.parts)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# in place of what a message fills in
+# stands for what a message fills in
 FILLED = "FILLED"
-# a command stands in back quotes, on a line of its own, or after one of these
+# a command is in back quotes, on a separate line, or after one of these
 STARTS = r"(?:^[ \t>]*(?:\$ )?(?:[A-Z_]+=\S+ )?|; |: |\()"
 COMMAND = r"(?:hf-diffkv|python -m hf_diffkv) (?P<command>[a-z](?:[^`;\n).]|\.(?!\s))*)"
 
 
 @dataclass(frozen=True)
 class Printed:
-    """A command as it is printed, less `hf-diffkv`.
+    """A command as it is printed, without `hf-diffkv`.
 
     Attributes:
-        advice: whether it is part of a message or help, which people copy as it is.
+        advice: whether it is part of a message or help, which users copy as it is.
     """
 
     where: str
@@ -40,12 +40,12 @@ class Printed:
 
     @property
     def names_only(self) -> bool:
-        """Whether it is no command but the name of one, or of one of its options."""
+        """Whether it is only the name of a command, or of one and an option."""
         return re.fullmatch(r"[a-z-]+( --[a-z-]+)?", self.text) is not None
 
 
 def printed_commands() -> list[Printed]:
-    """All of them, each once per file."""
+    """Returns all of them, each once per file."""
     found = [each for path in PAGES for each in _in_page(path)]
     found += [each for path in SOURCES for each in _in_source(path)]
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""Python programs in processes of their own, which find what this one does."""
+"""Python programs in separate processes, which find the same modules as this one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Selection of tests: `make test` takes the quick ones, `make test-all` all.
+"""Selection of tests: `make test` runs the quick ones, `make test-all` all.
 
-A test marked `slow` is left out of a quick run; of the cases of one marked `sampled(n)` it takes the first and one in
-about n of the rest, always the same. `--rest I/N` takes part I of N of what a quick run leaves out instead, so that N
-such runs have run everything. Where the command line names files or tests, all of them are meant.
+A quick run leaves out tests marked `slow`. Of the cases of a test marked `sampled(n)`, it runs the first and about one
+in n of the rest, always the same ones. `--rest I/N` instead runs part I of N of what a quick run leaves out, so that N
+such runs cover everything. If the command line names files or tests, all of them run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def _part(text: str) -> tuple[int, int]:
-    """Raises `ValueError` unless it is two integers, 0 <= I < N."""
+    """Returns I and N. Raises `ValueError` unless they are integers, 0 <= I < N."""
     index, count = map(int, text.split("/"))
     if not 0 <= index < count:
         raise ValueError(text)
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _quick(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The tests of a quick run."""
+    """Returns the tests of a quick run."""
     quick, functions = set(), set()
     for item in items:
         every = max((marker.args[0] for marker in item.iter_markers("sampled")), default=1)
@@ -56,6 +56,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _named(config: pytest.Config) -> bool:
-    """Whether the command line names files or folders, and not just all tests, which is what workers are told."""
+    """Returns whether the command line names files or folders, and not just all tests, as it does for workers."""
     folders = {config.rootpath, *(config.rootpath / folder for folder in config.getini("testpaths"))}
     return any((config.rootpath / arg).resolve() not in folders for arg in config.args)

@@ -1,6 +1,6 @@
-"""A stand-in for a CUDA graph on the CPU: records every tensor operation and kernel launch, replays exactly those.
+"""A stand-in for a CUDA graph on the CPU: records every tensor operation and kernel launch, and replays these.
 
-As on a GPU, nothing of Python runs again at a replay: numbers the host held at capture stay as they were, and tensors
+As on a GPU, no Python runs again at a replay: numbers the host held at capture stay as they were, and tensors
 are those that were captured. Reading a tensor on the host during a capture is an error.
 """
 
@@ -20,7 +20,7 @@ from hf_diffkv.cache.stores import Stores
 
 
 class RecordedGraph:
-    """Same methods as `hf_diffkv.cache.graphs.CudaGraph`. The capture also counts as the first replay."""
+    """Graph with the methods of `hf_diffkv.cache.graphs.CudaGraph`. The capture also counts as the first replay."""
 
     current: RecordedGraph | None = None
     made: list[RecordedGraph] = []
@@ -51,7 +51,7 @@ class RecordedGraph:
 class _Recorder(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A forward compiled with backend "eager" stays so, and what it runs is recorded."""
+        """A forward compiled with backend "eager" stays compiled, and what it runs is recorded."""
         return True
 
     def __init__(self, graph: RecordedGraph) -> None:
@@ -63,7 +63,7 @@ class _Recorder(TorchDispatchMode):
         if RecordedGraph.current is not self.graph:
             return func(*args, **kwargs)  # within a kernel launch, which is recorded as a whole
         if func is torch.ops.hf_diffkv.attend.default:
-            # its parts are recorded, not the whole, which does more where nothing is captured
+            # its parts are recorded, not the whole, which does more if nothing is captured
             return attend_within(self, *args, **kwargs)
         if func.overloadpacket in READS:
             raise RuntimeError(f"{func} is not permitted during a capture")
@@ -86,9 +86,9 @@ class _Recorder(TorchDispatchMode):
 
 
 class RepeatedWork:
-    """Another stand-in, for a forward whose kernels cannot be recorded: a replay does the captured work again.
+    """Another stand-in, for a forward whose kernels cannot be recorded: a replay repeats the captured work.
 
-    It says nothing of what the host held at capture; `RecordedGraph` does.
+    It does not check what the host held at capture; `RecordedGraph` does.
     """
 
     def __init__(self, stores: Stores) -> None:

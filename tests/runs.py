@@ -24,7 +24,7 @@ from hf_diffkv.ops.softmax import Softmax
 # Transformers 5.17's own sliding layers return more keys than their mask has if nothing is cropped between two forwards
 SLIDING_LAYERS_RECORD = Version(transformers.__version__) >= Version("5.18")
 CONFIG = DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16, sinks=4)
-# under which these models keep many tokens at every level
+# with these, the models keep many tokens at every level
 THRESHOLDS = {
     name: {"alpha_high": high, "alpha_low": low}
     for name, high, low in (("llama", 1.0, 0.5), ("gemma2", 1.2, 0.8), ("gpt_oss", 0.8, 0.2))
@@ -32,12 +32,12 @@ THRESHOLDS = {
 
 
 def model_of(name: str = "llama", attention: str = "diffkv", **options: Any) -> PreTrainedModel:
-    """float64, so that neither the batch size nor how tokens are cut into forwards shows in the results."""
+    """Returns a model in float64, so that results depend on neither batch size nor the split into forwards."""
     return tiny_model(name, attention, dtype=torch.float64, **options)
 
 
 def tokens(batch: int, count: int, seed: int = 1) -> Tensor:
-    """Random ids, int64 [batch, count]."""
+    """Returns random ids, int64 [batch, count]."""
     return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
@@ -50,7 +50,7 @@ class Run:
 
     @torch.no_grad()
     def feed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """One forward of ids [batch, n]; logits [batch, n, vocabulary]."""
+        """Runs one forward of ids [batch, n]. Returns logits [batch, n, vocabulary]."""
         mask = torch.ones_like(ids) if mask is None else mask
         ids, mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
         new = ids.shape[1] - self.ids.shape[1]
@@ -62,17 +62,17 @@ class Run:
         return logits
 
     def steps(self, ids: Tensor) -> Tensor:
-        """One forward per column; logits [batch, n, vocabulary]."""
+        """Runs one forward per column. Returns logits [batch, n, vocabulary]."""
         return torch.cat([self.feed(step) for step in ids.split(1, dim=1)], 1)
 
     def crop(self, count: int) -> None:
-        """Takes the last `count` columns back."""
+        """Removes the last `count` columns."""
         self.cache.crop(-count)
         kept = self.ids.shape[1] - count
         self.ids, self.mask = self.ids[:, :kept], self.mask[:, :kept]
 
     def select(self, index: list[int]) -> None:
-        """The rows `index` of the batch."""
+        """Selects the rows `index` of the batch."""
         self.cache.batch_select_indices(torch.tensor(index))
         self.ids, self.mask = self.ids[index], self.mask[index]
 
@@ -86,14 +86,14 @@ class Run:
 def started(
     model: PreTrainedModel, lengths: tuple[int, ...], config: DiffKVConfig = CONFIG, seed: int = 0, cache: Any = None
 ) -> Run:
-    """A run after a left-padded prompt per length."""
+    """Returns a run that was fed a left-padded prompt per length."""
     run = Run(model, DiffKVCache(model.config, config) if cache is None else cache, len(lengths))
     run.feed(*ragged_prompts(lengths, seed))
     return run
 
 
 def contents(cache: DiffKVCache) -> list[Tensor]:
-    """Levels, keys, values, what is stored and, where there are any, sums of every compressed layer, copied."""
+    """Returns copies of the levels, keys, values, stored masks and any sums of every compressed layer."""
     found = []
     for index, layer_idx in enumerate(cache.compressed_layers()):
         found += [cache.levels(layer_idx).clone(), *cache.dequantize(layer_idx)]
@@ -102,7 +102,7 @@ def contents(cache: DiffKVCache) -> list[Tensor]:
 
 
 def assert_equal_contents(actual: DiffKVCache, expected: DiffKVCache) -> None:
-    """The very same tokens, levels, values and sums."""
+    """Compares tokens, levels, values and sums exactly."""
     assert_close_contents(actual, expected, 0)
     assert actual.memory().tokens == expected.memory().tokens
 
@@ -138,7 +138,7 @@ class Captured:
             setattr(self, name, tensor)
 
     def part(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """query, key, value, valid and output of the tokens [start, stop)."""
+        """Returns query, key, value, valid and output of the tokens [start, stop)."""
         return tuple(getattr(self, name).narrow(dim, start, stop - start) for name, dim in self.TOKENS.items())
 
 
@@ -164,7 +164,7 @@ def captured() -> Iterator[dict[int, Captured]]:
 
 
 def simulation_of(config: DiffKVConfig, layer: Captured) -> LayerSimulation:
-    """An empty simulation that fits a captured layer; thresholds are plain numbers."""
+    """Returns an empty simulation that fits a captured layer; thresholds are plain numbers."""
     return empty_simulation(config, layer.key, config.alpha_high, config.alpha_low)
 
 
@@ -188,7 +188,7 @@ def empty_simulation(
 
 
 def assert_equals_simulation(cache: DiffKVCache, simulations: dict[int, LayerSimulation]) -> None:
-    """Levels and stored values of every compressed layer exactly; sums up to their float32 rounding."""
+    """Compares levels and stored values of every compressed layer exactly, and sums up to float32 rounding."""
     cache.check_integrity()
     for index, layer_idx in enumerate(cache.compressed_layers()):
         simulation = simulations[index]
@@ -203,7 +203,7 @@ def assert_equals_simulation(cache: DiffKVCache, simulations: dict[int, LayerSim
 
 
 class Followed:
-    """A run whose every layer is followed by a simulation, fed one forward for each of the run or of its crops."""
+    """A run with a simulation of each layer, which is fed one forward for each of the run's forwards or crops."""
 
     def __init__(self, run: Run, layers: dict[int, Captured], config: DiffKVConfig) -> None:
         self.run, self.layers = run, layers
@@ -222,7 +222,7 @@ class Followed:
         self.follow()
 
     def follow(self) -> None:
-        """Hides what the mask hides by now, and feeds what was accepted since the last time."""
+        """Hides what the mask now hides, and feeds what was accepted since the last time."""
         for index, layer in self.layers.items():
             simulation = self.simulations[index]
             simulation.hide(self.run.mask[:, : self.fed].bool())

@@ -16,12 +16,12 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def without(*ends: str) -> Change:
-    """Leaves out the tensors whose names end so."""
+    """Leaves out the tensors whose names have one of these ends."""
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
 
 
 def write_as_before(folder: Path, version: int, fields: Sequence[str], change: Change) -> None:
-    """Gives a saved cache the format `version`: a configuration without `fields`, and other tensors."""
+    """Gives a saved cache the format `version`: a configuration without `fields`, and changed tensors."""
     path = folder / TENSORS_NAME
     save_file(change(load_file(path)), path)
     content = json.loads((folder / JSON_NAME).read_text())

@@ -1,6 +1,6 @@
 """Storage of the dense simulation: rounding to few bits, and rotation by a Hadamard matrix with random signs.
 
-It shares no code with the package, as `dense_simulation` does not.
+Like `dense_simulation`, it shares no code with the package.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ INSETS = {
 
 
 def inset_of(bits: int, elements: int) -> tuple[float, float]:
-    """Parts and shrinkage of the largest group that is not above `elements`; (0, 1) if there are none."""
+    """Parts and shrinkage of the largest group of at most `elements`; (0, 1) if there are none."""
     sizes = [size for size in INSETS if size <= elements]
     if not sizes or not 2 <= bits < 2 + len(INSETS[sizes[-1]]):
         return 0.0, 1.0
@@ -70,8 +70,8 @@ def quantise_narrow(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises in float32 with scales of 5 bits of mantissa and zero points of 6 bits; the range includes 0.
 
-    inset: x is divided by the second number; the outermost codes lie one of so many parts of the range from its ends
-    as the first number says, or at its ends if it is 0.
+    inset: x is divided by the second number. The first is the number of parts of the range, one of which lies between
+    each of its ends and the outermost code; 0 for codes at the ends.
     """
     x = x.to(torch.float32).unflatten(-1, (groups, -1))
     x = x / torch.full_like(x, inset[1])
@@ -120,9 +120,9 @@ def round_trip(
 
 
 def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Tensor:
-    """Decoded rows whose first and last codes lie where those of one or two bits fewer have the middle of their cells.
+    """Decoded rows clamped to the middles of the outermost cells that they will have with one or two bits fewer.
 
-    bits and groups are those before and after; other numbers leave x as it is.
+    bits, groups: before and after; other combinations leave x as it is.
     """
     merged = 2 ** (bits[0] - bits[1]) if 0 < bits[0] - bits[1] < 3 and groups[0] == groups[1] else 1
     if merged == 1:
@@ -137,9 +137,9 @@ def inner_cells(x: Tensor, bits: tuple[int, int], groups: tuple[int, int]) -> Te
 
 
 def merged_cells(x: Tensor, bits: tuple[int, int], groups: int, inset: tuple[float, float]) -> Tensor:
-    """Decoded rows as they are quantised again with an inset, so that codes stand for whole numbers of those before.
+    """Decoded rows to quantise again with an inset, so that each new code stands for a whole number of old ones.
 
-    What is decoded then has the same product with x as x itself. Codes of as many bits stay as they are.
+    The decoded result then has the same product with x as x itself. Codes of as many bits stay as they are.
     """
     merged, top = 2 ** (bits[0] - bits[1]), 2 ** bits[1] - 1
     rows = []
@@ -207,7 +207,7 @@ def hadamard(size: int) -> list[list[int]]:
 
 
 def random_signs(count: int) -> list[int]:
-    """+1 where the top bit of Knuth's MMIX generator is set, begun at 1."""
+    """+1 where the top bit of Knuth's MMIX generator is set, seeded with 1."""
     signs, state = [], 1
     for _ in range(count):
         state = (6364136223846793005 * state + 1442695040888963407) & 0xFFFF_FFFF_FFFF_FFFF

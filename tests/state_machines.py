@@ -1,4 +1,4 @@
-"""Settings of Hypothesis for state machines: the same runs everywhere, however busy the machine is."""
+"""Hypothesis settings for state machines: the same runs everywhere, however busy the machine is."""
 
 from hypothesis import HealthCheck, settings
 

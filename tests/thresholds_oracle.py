@@ -1,4 +1,4 @@
-"""Expected results of `ops/store_prompt` by thresholds, in plain PyTorch, row by row."""
+"""Expected results of `ops/store_prompt` with thresholds, in plain PyTorch, row by row."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def store_prompt(rows: LayerRows, new: PromptTokens, placement: Placement, past:
 
 
 def _held_ranks(rows: LayerRows) -> Tensor:
-    """Tokens of a window before each of its slots' one, int64 [batch, slots]."""
+    """Number of window tokens before each slot's token, int64 [batch, slots]."""
     slots = rows.slots
     token = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, slots)
     earlier = (token[:, None, :] >= 0) & (token[:, None, :] < token[:, :, None])
@@ -63,7 +63,7 @@ def _exact_sums(
     """Sums of the exact tokens, float32 [batch, heads, n]."""
     slots = held.shape[1]
     first = (rows.high_count + rows.low_count).long()[..., None] + held[:, None]
-    # slots without a token may point behind the last column
+    # slots without a token may point past the last column
     got = received.gather(2, first.clamp(max=received.shape[2] - 1))
     there = exact.token[:, None, :slots] >= 0
     before = torch.where(there, rows.window_score + got, 0.0)
@@ -79,7 +79,7 @@ class _Row:
         self.table = rows.page_table[request, head]
         self.length = exact.length[request]
         self.alphas = (rows.alpha_high[request, head], rows.alpha_low[request, head])
-        # those that leave the window, oldest first: what was in it, then what is new
+        # tokens that leave the window, oldest first: those in it before, then new ones
         place = exact.leaves[request].nonzero()[:, 0]
         self.position = exact.token[request, place].sort().values
         place = place[exact.token[request, place].argsort()]
@@ -142,7 +142,7 @@ class _Row:
         return ids[index // capacity].long(), index % capacity
 
     def _pages(self, tier: int, after: int, free_list: FreeList) -> Tensor:
-        """Page ids of a tier, those that it lacks included."""
+        """Page ids of a tier, including those that it lacks."""
         capacity = self.tiers[tier].capacity
         have, need = -(-int(self.counts[tier]) // capacity), -(-after // capacity)
         entry = column(tier, torch.arange(have, device=self.table.device), self.table.numel())
@@ -158,7 +158,7 @@ class _Row:
         arriving: tuple[Tensor, ...],
         feedback: Tensor | None,
     ) -> None:
-        """Free slots below the new end go to what is added, then to what is kept behind it, the last first."""
+        """Fills free slots below the new end with added tokens, then with kept tokens from past it, last first."""
         layout: TierLayout = self.tiers[tier]
         old = torch.arange(max(after, kept.numel()), device=kept.device)
         holds = torch.zeros_like(old, dtype=torch.bool)

@@ -68,7 +68,7 @@ def tiny_model(
     seed: int = 1,
     **options: Any,
 ) -> PreTrainedModel:
-    """A random model whose attention is far from uniform.
+    """Returns a random model whose attention is far from uniform.
 
     Args:
         name: the `model_type`; `SPECIAL` holds what some need.
@@ -83,7 +83,7 @@ def tiny_model(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
     if dtype == torch.float64 and name == "gpt_oss":
-        model.set_experts_implementation("eager")  # the grouped matmul knows no float64
+        model.set_experts_implementation("eager")  # the grouped matmul has no float64
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -98,7 +98,7 @@ def tiny_model(
 
 
 def with_plain_experts(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model, whose experts, if it has any, are computed one by one: grouped products know few dtypes."""
+    """Returns the model with any experts computed one by one, as grouped products support few dtypes."""
     if getattr(model, "set_experts_implementation", None) is not None:
         model.set_experts_implementation("eager")
     return model

@@ -1,4 +1,4 @@
-"""The library as a user calls it. Nothing runs this: `make check` checks its types, those that users see."""
+"""The library as a user calls it. It is never run: `make check` checks it with the types that users see."""
 
 from __future__ import annotations
 

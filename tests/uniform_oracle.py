@@ -42,7 +42,7 @@ def _is_low(rows: LayerRows) -> Tensor:
 
 
 def _store(rows: LayerRows, exact: Exact, request: int, head: int, place: int, feedback: Tensor | None) -> None:
-    """One token of `exact` into its page."""
+    """Stores one token of `exact` in its page."""
     tier = LOW if bool(_is_low(rows)[request, head]) else HIGH
     layout = rows.tiers[tier]
     index = int(exact.token[request, place] - rows.sink_end[request])
@@ -106,7 +106,7 @@ def exact_tokens(rows: LayerRows, new: PromptTokens, placement: Placement) -> Ex
 
 
 def keep_exact(rows: LayerRows, exact: Exact, score: Tensor) -> None:
-    """Writes what stays to its slots of the windows; score: float32 [batch, heads, n]."""
+    """Writes what stays to its window slots; score: float32 [batch, heads, n]."""
     request, place = exact.stays.nonzero(as_tuple=True)
     slots = slots_of(exact.token, rows.sink_end[:, None], rows.sink_slots, rows.slots)[request, place]
     rows.window_key[request, :, slots] = exact.key[request, :, place]

@@ -1,1 +1,1 @@
-"""The page in the browser that `hf-diffkv demo` and the Space serve; it needs gradio (extra `demo`)."""
+"""The web page that `hf-diffkv demo` and the Space serve; it needs gradio (extra `demo`)."""

@@ -1,4 +1,4 @@
-"""Text whose tokens have the colours of their levels, as HTML or as a picture with monospaced characters."""
+"""Text with tokens coloured by level, as HTML or as a picture in a monospaced font."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ColourRun:
     """Neighbouring tokens of one colour.
 
     Attributes:
-        start, stop: range of the tokens, `stop` excluded.
+        start, stop: range of the tokens, excluding `stop`.
         shares: share of the heads at each level, by its name; empty for padding.
         generated: whether the model generated the tokens.
     """
@@ -68,7 +68,7 @@ class ColourRun:
 
 @dataclass(frozen=True)
 class ColouredText:
-    """Text whose tokens have the colours of their levels, or a mean colour if heads differ. Notebooks display it.
+    """Text with tokens coloured by level, or in a mean colour if heads differ. Notebooks display it.
 
     Attributes:
         pieces: text of each token.
@@ -191,7 +191,7 @@ def text(
         layer_idx: index of the layer; None for all.
         head: index of the KV head; None for all.
         request: index of the request within the batch.
-        generated_from: number of the prompt's tokens; the tokens after it are framed.
+        generated_from: number of prompt tokens; the tokens after them are framed.
 
     Raises:
         ValueError: there is no such layer, head or request, the cache is empty or has seen more tokens than are given,

@@ -1,4 +1,4 @@
-"""The texts to begin with, and what to ask of them."""
+"""Example texts, and questions about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = ("sky", "tin", "jar", "hen")
 
 @dataclass(frozen=True)
 class Example:
-    """A document and a question of it; `name` is what to call both, `hint` what to know of them."""
+    """A document and a question about it, with a `name` for both and a `hint` about them."""
 
     name: str
     document: str
@@ -28,16 +28,16 @@ class Example:
 
 
 def chats() -> list[Example]:
-    """The handbook of a museum, which ends with the first of the questions, and the others."""
+    """Returns the handbook of a museum, with each of the questions."""
     document = prompt_for(True).removesuffix(QUESTIONS[0]).rstrip()
     return [Example(question, document, question) for question in QUESTIONS]
 
 
 def free_prompts(chats: bool) -> list[Example]:
-    """Beginnings to continue, or, for a model that has learnt nothing else, facts of which the last line asks one."""
+    """Returns beginnings to continue or, unless the model chats, facts and a last line that asks for one."""
     if chats:
         return [Example(text, text) for text in BEGINNINGS]
     text = prompt_for(False)
     facts, _, asked = text.rpartition("?")
-    hint = "Facts such as @sky=0400 stand between lines of code; the last line, such as ?sky=, asks for one of them."
+    hint = "Facts such as @sky=0400 appear between lines of code; the last line, such as ?sky=, asks for one of them."
     return [Example(f"?{key}=", f"{facts}?{key}=", hint=hint) for key in (asked.removesuffix("="), *KEYS)]

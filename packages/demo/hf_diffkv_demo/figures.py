@@ -1,4 +1,4 @@
-"""HTML of messages, of what both runs cost, and of where their texts differ."""
+"""HTML for messages, the cost of both runs, and the differences between their texts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .generation import CacheRun, Result
 
 
 def message(text: str, error: bool = False, done: float | None = None) -> str:
-    """A line about how it goes, with a bar where a part of it is `done`; readers for the blind say it at once."""
+    """Returns a status line, with a bar if a share of the work is `done`. Screen readers announce it."""
     bar = "" if done is None else f'<div class="bar" aria-hidden="true"><i style="width:{done:.1%}"></i></div>'
     return f'<div class="message" role="{"alert" if error else "status"}">{escape(text)}{bar}</div>'
 
 
 def figures(result: Result, setting: str) -> str:
-    """The share of the memory in one number, then bytes, speed and agreement."""
+    """Returns the share of the memory as one number, then bytes, speed and agreement."""
     dense, compressed, memory = result.dense, result.compressed, result.memory
     most = max(1, dense.cache_bytes)
     big = f'<p class="big"><b>{compressed.cache_bytes / most:.0%}</b> of the memory</p>'
@@ -27,7 +27,7 @@ def figures(result: Result, setting: str) -> str:
         notes.append(memory.hint)
     rows = [
         ("holds", _bytes(dense.cache_bytes), f"{_bytes(compressed.cache_bytes)} ({compressed.cache_bytes / most:.1%})"),
-        ("its payload", "", f"{_bytes(memory.payload_bytes)} ({memory.payload_bytes / most:.1%})"),
+        ("payload", "", f"{_bytes(memory.payload_bytes)} ({memory.payload_bytes / most:.1%})"),
         ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s"),
         ("decoding", _rate(dense), _rate(compressed)),
     ]
@@ -50,11 +50,11 @@ def _agreement(result: Result) -> str:
     found = result.agreement
     if found.until_difference == found.tokens:
         return f"All {found.tokens} generated tokens are equal."
-    return f"The generated tokens are equal up to a first difference, at token {found.until_difference + 1}."
+    return f"The generated tokens are equal up to the first difference, at token {found.until_difference + 1}."
 
 
 def difference(result: Result) -> str:
-    """Both texts in one: what only DynamicCache wrote struck out, what only DiffKV wrote coloured."""
+    """Returns both texts in one: words only from DynamicCache struck out, words only from DiffKV coloured."""
     words, others = (re.split(r"(\s+)", side.text) for side in (result.dense, result.compressed))
     if words == others:
         return ""

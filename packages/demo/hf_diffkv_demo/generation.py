@@ -1,4 +1,4 @@
-"""One prompt generated twice, with a dense cache and with DiffKV, token by token."""
+"""Generates from one prompt twice, with a dense cache and with DiffKV, token by token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REFRESH_SECONDS = 0.1
 
 
 class InputError(Exception):
-    """Something the user can put right; the message says how."""
+    """Signals an error that the user can correct; the message says how."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class CacheRun:
         tokens: ids of the generated text.
         arrivals: time of the start of generation, then of each token's arrival.
         layers: number of the model's layers that have read the prompt.
-        held: points of the memory line from (0, 0) on: tokens per layer, the mean over all layers, and bytes of the
+        held: points of the memory line, from (0, 0) on: tokens per layer, as a mean over all layers, and bytes of the
             cache at that time.
         cache_bytes: bytes of the cache at the end.
         rungs: share of rows at the precise rung, by compressed layer; empty if rows are not lowered.
@@ -64,7 +64,7 @@ class CacheRun:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed of decoding without the first token; None if there was no other."""
+        """Decoding speed without the first token; None if there was no other."""
         steps = len(self.arrivals) - 2
         return steps / (self.arrivals[-1] - self.arrivals[1]) if steps > 0 else None
 
@@ -75,7 +75,7 @@ class Result:
 
     Attributes:
         pieces: text of each token that the cache has seen; the first `prompt_tokens` are the prompt.
-        selects: whether tokens have levels; else those of a head are all alike.
+        selects: whether tokens have levels; otherwise all tokens of a head are alike.
         levels: int8 [kv_heads, seen] by layer index, coded like `DiffKVCache.levels`; empty if tokens have no levels.
         element_bits: bits of an element of an uncompressed key or value.
     """
@@ -106,7 +106,7 @@ class Request:
         return self.ids.shape[1]
 
 
-# both sides, and at the end what came of them; to be closed where it is left before
+# both sides, with the result in the last item; must be closed if left early
 Steps = collections.abc.Generator[tuple[CacheRun, CacheRun, Union[Result, None]], None, None]
 
 
@@ -117,7 +117,7 @@ class Entered:
     Attributes:
         text: prompt to continue. With `chat`, it is the user's message and gets the model's chat template.
         setting: name of `config` on the page.
-        system: the system message of a chat; empty leaves it to the template.
+        system: system message of a chat; empty leaves it to the template.
     """
 
     text: str
@@ -170,7 +170,7 @@ class Generator:
             pass
 
     def offer_ratio(self, ratio: float) -> str:
-        """Puts a setting of at most `ratio` first, and returns its name. Raises `InputError` where it cannot be had."""
+        """Puts a setting of at most `ratio` first, and returns its name. Raises `InputError` if it is impossible."""
         name = f"ratio {ratio:g}"
         try:
             self.settings = {name: setting_of_ratio(self.model, ratio), **self.settings}
@@ -186,22 +186,22 @@ class Generator:
         """Checks what the visitor entered.
 
         Raises:
-            InputError: nothing to continue, half a character, too long a text, or a chat template that fails.
+            InputError: nothing to continue, half a character, a text that is too long, or a failing chat template.
         """
         if not entered.text.strip():
             raise InputError("The prompt is empty; enter a text to continue.")
         if not entered.max_new_tokens:
-            raise InputError("Nothing is to be generated; set tokens to at least 1.")
+            raise InputError("There is nothing to generate; set tokens to at least 1.")
         text = entered.text
         try:
-            # browsers send half of a character, such as a broken emoji, as it is
+            # browsers send half a character, such as a broken emoji, unchanged
             (text + entered.system).encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError("The text has half a character, such as a broken emoji; delete it.") from error
         if entered.chat:
             try:
                 text = chat_turns(self.tokenizer, [text], entered.system.strip() or None)[0]
-            except Exception as error:  # of jinja2, as templates raise them, or of `chat_turns`
+            except Exception as error:  # from jinja2, from a template, or from `chat_turns`
                 raise InputError(f"The chat template cannot be used: {' '.join(str(error).split())}") from error
         ids, pieces = pieces_of_text(self.tokenizer, text, add_special_tokens=not entered.chat)
         if self.limit is not None and len(ids) + entered.max_new_tokens > self.limit:
@@ -214,10 +214,10 @@ class Generator:
         return Request(prompt, pieces, entered.max_new_tokens, config)
 
     def run(self, task: Request) -> Steps:
-        """Both runs, one after the other so that neither slows the other down; the last item carries the result.
+        """Yields both runs, one after the other so that neither slows the other down; the last item has the result.
 
         Raises:
-            InputError: the model or the machine could not do it.
+            InputError: the model or the machine failed.
         """
         dense, compressed = CacheRun(), CacheRun()
         try:
@@ -246,7 +246,7 @@ class Generator:
         yield dense, compressed, result
 
     def _follow(self, side: CacheRun, task: Request, cache: Any, held: Callable[[Any], int]) -> Iterator[None]:
-        """Fills `side` while the model generates; yields whenever there is something new to show, or has not been."""
+        """Fills `side` while the model generates. Yields if there is something new, or has been nothing for a while."""
         side.arrivals.append(time.perf_counter())
         yield
         shown = 0.0
@@ -268,7 +268,7 @@ class Generator:
         if step.token is None:
             read = prompt_tokens * step.layers / self.num_layers
         else:
-            # what has come is in the cache with the next one
+            # a token enters the cache with the next one
             read = prompt_tokens + len(side.tokens)
             side.tokens.append(step.token)
             side.arrivals.append(step.seconds)
@@ -295,7 +295,7 @@ def budget_in_bytes(cache: DiffKVCache) -> int | None:
 
 
 def load(name: str | None) -> tuple[Generator, str]:
-    """The model `name` and an empty note; without a name SmolLM2, or tiny-lm and a note where that cannot be had.
+    """Returns the model `name` and an empty note; without a name, SmolLM2, or else tiny-lm and a note.
 
     Raises:
         InputError: no model can be used.
@@ -310,4 +310,4 @@ def load(name: str | None) -> tuple[Generator, str]:
             generator = Generator(BUNDLED_MODEL)
         except InputError:
             raise InputError(f"{missing}; give --model a folder or a Hub id ({error})") from error
-        return generator, f"{missing}; this is {BUNDLED_MODEL}, a small model of the project, instead"
+        return generator, f"{missing}; this is {BUNDLED_MODEL} instead, a small model from this project"

@@ -1,4 +1,4 @@
-"""HTML of what a run's setting does: the bits of each head, or where tokens are chosen what every head keeps."""
+"""HTML for what a run's setting does: the bits of each head or, if tokens are chosen, what each head keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .generation import Result
 
 # layer index and KV head
 Place = tuple[int, int]
-NOTHING = message("Generate first; a picture of what the setting does then appears here.")
+NOTHING = message("Generate something first; a picture of what the setting does will then appear here.")
 # tells the page which head was clicked, by mouse or keyboard
 ON_LOAD = """element.addEventListener('click', event => {
     const head = event.target.closest('button[data-layer]');
@@ -27,7 +27,7 @@ PALE = "#cfe3f1"
 
 
 def place_in(result: Result, place: Place) -> Place:
-    """`place` where tokens of such a head are chosen, else the nearest one of its layer or of the model."""
+    """Returns `place` if it has levels, else the nearest head of its layer or of the first layer with levels."""
     if not result.levels:
         return place
     layer_idx = place[0] if place[0] in result.levels else min(result.levels)
@@ -35,7 +35,7 @@ def place_in(result: Result, place: Place) -> Place:
 
 
 def overview(result: Result, chosen: Place) -> str:
-    """The one picture for a setting: levels by head with the head `chosen`, bits by head, or the bits of all."""
+    """Returns the picture for a setting: levels by head, with one `chosen`, rungs, bits by head, or bits of all."""
     if result.selects:
         return _levels(result, chosen)
     if result.compressed.rungs:
@@ -45,11 +45,11 @@ def overview(result: Result, chosen: Place) -> str:
 
 
 def _levels(result: Result, chosen: Place) -> str:
-    """A button for each KV head: the shares of its tokens at each level, one on top of the other."""
+    """Draws a button for each KV head: the shares of its tokens at each level, stacked."""
     shares = [f"{name} {share:.0%}" for name, share in _shares(Counter(result.memory.tokens)).items()]
-    note = "A column for each layer, a bar for each KV head: the shares of its tokens. Click one for its text, below."
+    note = "One column per layer, one bar per KV head: the shares of its tokens. Click one to see its text below."
     cells = (_button(layer, head, chosen) for layer in result.memory.layers for head in range(len(layer.high)))
-    return _note(f"Which tokens keep how many bits. {note}") + _grid(result, cells) + _legend(LEVELS.values(), shares)
+    return _note(f"How many bits each token keeps. {note}") + _grid(result, cells) + _legend(LEVELS.values(), shares)
 
 
 def _button(layer: LayerReport, head: int, chosen: Place) -> str:
@@ -74,7 +74,7 @@ def _shares(counts: dict[str, int] | Counter[str]) -> dict[str, float]:
 
 
 def _bits_of_heads(result: Result) -> str:
-    """A cell for each KV head, the darker the more bits."""
+    """Draws a cell for each KV head, darker for more bits."""
     colours = precision_colours(result.memory)
     counts = Counter(name for layer in result.memory.layers for name in layer.precisions)
     cells = (
@@ -82,17 +82,17 @@ def _bits_of_heads(result: Result) -> str:
         for layer in result.memory.layers
         for head, name in enumerate(layer.precisions)
     )
-    note = "A column for each layer, a cell for each KV head. Heads that lose more of the text at few bits have more."
+    note = "One column per layer, one cell per KV head. Heads that lose more of the text at few bits get more."
     heads = [f"{name}: {counts[name]} heads" for name in colours]
     return (
-        _note(f"How many bits every head keeps. {note} K6V4 is 6 bits for an element of a key, 4 of a value.")
+        _note(f"How many bits each head keeps. {note} K6V4 means 6 bits per key element, 4 per value element.")
         + _grid(result, cells)
         + _legend(colours.values(), heads)
     )
 
 
 def _rungs(result: Result) -> str:
-    """A bar for each layer: the share of its heads that have the precise bits still, and the others above it."""
+    """Draws a bar for each layer: the share of its heads still at the precise rung, with the others above."""
     memory, shares = result.memory, result.compressed.rungs
     names = {name for layer in memory.layers for name in layer.precisions}
     lowered = "/".join(sorted(names - {memory.until_full}, reverse=True)) or "fewer bits"
@@ -103,7 +103,7 @@ def _rungs(result: Result) -> str:
         for said in [f"layer {layer.layer_idx}: {share:.0%} of heads at {memory.until_full}"]
     )
     whole = sum(shares) / len(shares)
-    note = f"All heads are at {memory.until_full} until the budget is full; those that lose least are lowered first. "
+    note = f"All heads stay at {memory.until_full} until the budget is full; those that lose least are lowered first. "
     note += f"{memory.filled:.0%} of the budget is in use, {memory.lowered:,} tokens of heads were lowered after they "
     note += f"were stored, and {memory.room:,} more tokens fit."
     layers = f"<span>layer {memory.layers[0].layer_idx}</span><span>layer {memory.layers[-1].layer_idx}</span>"
@@ -116,19 +116,19 @@ def _rungs(result: Result) -> str:
 
 
 def _bits_of_all(name: str, element_bits: int) -> str:
-    """One precision as bits, filled of those that an uncompressed element has."""
+    """Draws one precision as filled bits, out of those of an uncompressed element."""
     precision = Precision.parse(name)
     rows = ""
     for kind, bits in (("key", precision.k_bits), ("value", precision.v_bits)):
         cells = "".join(f'<i class="{"kept" if bit < bits else "left"}"></i>' for bit in range(element_bits))
         rows += f'<span>{kind}</span><span class="bits" role="img" aria-label="{kind}: {bits} of {element_bits} bits">'
         rows += f"{cells}</span><b>{bits} of {element_bits}</b>"
-    note = "Bits of an element of a key and of a value, the same in all layers and heads, for all stored tokens."
+    note = "Bits per key element and per value element, the same for all layers, heads and stored tokens."
     return _note(f"How many bits are kept. {note}") + f'<div class="precision" style="--kept:{BLUE}">{rows}</div>'
 
 
 def _grid(result: Result, cells: Iterable[str]) -> str:
-    """Cells by layer and head, a column for each layer."""
+    """Arranges cells by layer and head, one column per layer."""
     layers = result.memory.layers
     rows = max(len(layer.high) for layer in layers)
     height = max(8, min(44, 144 // rows))
@@ -151,7 +151,7 @@ def _note(text: str) -> str:
 
 
 def coloured_text(result: Result, place: Place) -> str:
-    """The text of a run, every word in the colour of its tokens' levels in one layer and KV head; empty without any."""
+    """Returns a run's text with each word coloured by its tokens' levels in one KV head; empty without levels."""
     if not result.levels:
         return ""
     layer_idx, head = place

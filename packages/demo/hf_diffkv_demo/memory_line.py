@@ -1,4 +1,4 @@
-"""HTML of the bytes that both caches held, over the tokens in them, as far as the runs have come."""
+"""HTML for the bytes that both caches held, against the tokens in them, up to the current point."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hf_diffkv.running.side_by_side import DIFFKV, DYNAMIC
 
 from .generation import CacheRun
 
-# the dense one has that of the text, on light and dark pages
+# the dense one has the text's colour, on light and dark pages
 COLOURS = {DYNAMIC: "currentColor", DIFFKV: style_of(DIFFKV).colour}
-# of a line, which has no more than a screen has columns
+# points of a line; more would not be visible
 MOST_POINTS = 200
-# units of the drawing, which is stretched to its place
+# units of the drawing, which is stretched to fit
 WIDTH, HEIGHT = 1000.0, 100.0
 
 
@@ -22,7 +22,7 @@ def memory_line(dense: CacheRun, compressed: CacheRun, last_token: int) -> str:
     """Draws two lines on one scale, and above them the bytes that both caches hold now.
 
     Args:
-        last_token: end of the axis of tokens.
+        last_token: end of the token axis.
 
     If the compressed cache has a budget, a dashed line is drawn there.
     """
@@ -60,7 +60,7 @@ def _megabytes(run: CacheRun) -> str:
 
 
 def _at_the_end(run: CacheRun, last_token: int) -> float:
-    """Bytes there, if they go on as they are; so an axis is the same while its line grows."""
+    """Returns the extrapolated bytes at the end, so that the axis stays while its line grows."""
     tokens, held = run.held[-1]
     return held * last_token / tokens if tokens else 0.0
 
@@ -71,7 +71,7 @@ def _most(dense: CacheRun) -> float:
 
 
 def _top(most: float) -> float:
-    """The axis' end: the least of 1, 1.2, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten that is not below `most`."""
+    """Returns the axis end: the least of 1, 1.2, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten not below `most`."""
     if most <= 0:
         return 1e6
     power = 10.0 ** math.floor(math.log10(most))

@@ -1,6 +1,6 @@
-"""The page: what it is laid out of, and what each of its parts does."""
+"""The page: its layout, and what each part does."""
 
-# without `from __future__ import annotations`: Gradio looks at the types of handlers, and is imported on use
+# without `from __future__ import annotations`: Gradio inspects the types of handlers, and is imported on use
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from .style import CSS, FONTS
 CHAT, FREE_PROMPT = "chat", "free prompt"
 PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v in (16, 8, 4, 2) if v <= k)}
 INTRODUCTION = """# DiffKV
-A KV cache that stores keys and values in few bits, as many as each attention head needs, beside an uncompressed one.
+A KV cache that stores keys and values in few bits, as many as each attention head needs, next to a dense one.
 `docs/how-it-works.md` explains it."""
 FOLDED, COLOURED = "Document and system prompt", "The text in the colours of its levels"
 WRITTEN: dict[str, Any] = {"lines": 2, "max_lines": 6, "buttons": ["copy"], "elem_classes": "plain", "min_width": 220}
-# of visitors who wait or generate at once; each takes one of Gradio's forty threads
+# visitors who may wait or generate at once; each takes one of Gradio's forty threads
 MOST_VISITORS = 30
 
 
@@ -37,7 +37,7 @@ def entered(
         rest: tokens to generate, name of the setting, and the values of the visitor's own setting.
 
     Raises:
-        InputError: `DiffKVConfig` refuses the values, or a precision is not one of the page's list.
+        InputError: `DiffKVConfig` refuses the values, or a precision is not on the page's list.
     """
     new_tokens, chosen, alpha_high, alpha_low, high, low, window = rest
     if chosen != OWN:
@@ -48,7 +48,7 @@ def entered(
                 alpha_high=alpha_high, alpha_low=alpha_low, high=PRECISIONS[high], low=PRECISIONS[low], window=window
             )
         except KeyError as error:
-            raise InputError(f"{error} is not a precision of the list; choose one of it.") from error
+            raise InputError(f"{error} is not a precision of the list; choose one from it.") from error
         except ValueError as error:
             raise InputError(str(error)) from error
     if mode == FREE_PROMPT:
@@ -61,7 +61,7 @@ def build(generator: Generator, note: str = "", preset: str | None = None) -> An
 
     Args:
         note: text about the model.
-        preset: setting that is chosen at first; None chooses the one that `DiffKVCache(model)` takes.
+        preset: setting that is selected at first; None selects the one that `DiffKVCache(model)` uses.
 
     Raises:
         ImportError: gradio is not installed.
@@ -86,8 +86,8 @@ def build(generator: Generator, note: str = "", preset: str | None = None) -> An
                 )
                 with gr.Column(visible=generator.chats) as chat_fields:
                     with gr.Accordion(FOLDED, open=False, elem_id="folded"):
-                        # with a value, as one that is not shown yet has none of its own
-                        hint = "that of the template"
+                        # with a value, as a field that is not shown yet has none
+                        hint = "the template's own"
                         system = gr.Textbox("", label="System prompt", placeholder=hint, elem_id="system")
                         document = _text_field(talks[0].document, "Document", "document", 11)
                     question = gr.Textbox(talks[0].question, label="Question", elem_id="question")
@@ -118,7 +118,7 @@ def build(generator: Generator, note: str = "", preset: str | None = None) -> An
         place = shown["place"] = gr.State((generator.layers[0], 0))
 
         def on_page(update: Update) -> dict[Any, Any]:
-            # the fold is there where it has a text
+            # the fold is visible if it has a text
             return {
                 shown[name]: gr.update(visible=value) if name == "fold" else value for name, value in update.items()
             }
@@ -163,7 +163,7 @@ def _text_field(text: str, label: str, name: str, lines: int, hint: str = "") ->
 
 
 def _offer(examples: Sequence[Example], *fields: Any) -> None:
-    """A button for each example, which fills the fields with its document and its question."""
+    """Adds a button for each example, which fills the fields with its document and question."""
     import gradio as gr
 
     with gr.Row(elem_classes="examples"):
@@ -176,7 +176,7 @@ def _offer(examples: Sequence[Example], *fields: Any) -> None:
 
 
 def _sliders() -> list[Any]:
-    """alpha_high, alpha_low, high, low and window of one's own setting."""
+    """Returns fields for alpha_high, alpha_low, high, low and window of a custom setting."""
     import gradio as gr
 
     with gr.Row():
@@ -185,26 +185,26 @@ def _sliders() -> list[Any]:
     with gr.Row():
         high = gr.Dropdown(list(PRECISIONS), value="K8V4", label="high", info="bits of keys, values")
         low = gr.Dropdown(list(PRECISIONS), value="K4V2", label="low", info="bits of keys, values")
-    window = gr.Slider(1, 512, 64, step=1, label="window", info="newest, uncompressed")
+    window = gr.Slider(1, 512, 64, step=1, label="window", info="newest tokens, uncompressed")
     return [alpha_high, alpha_low, high, low, window]
 
 
 def launched(page: Any, port: int | None = None) -> str:
-    """Serves the page in other threads; its address on this machine.
+    """Serves the page in other threads. Returns its address on this machine.
 
     Raises:
-        OSError: the port, or all that Gradio tries, is taken.
+        OSError: the port, or every port that Gradio tries, is taken.
     """
     import gradio as gr
 
     theme = gr.themes.Soft(**FONTS)
-    # quiet, for it would print how to make the page public
+    # quiet, as it would print how to make the page public
     options: dict[str, Any] = {"footer_links": [], "server_port": port, "prevent_thread_lock": True, "quiet": True}
     return page.launch(theme=theme, css=CSS, **options)[1]
 
 
 def serve(generator: Generator, note: str = "", port: int | None = None, preset: str | None = None) -> None:
-    """Serves the page until the process is interrupted. Raises as `build` and `launched`."""
+    """Serves the page until the process is interrupted. Raises like `build` and `launched`."""
     page = build(generator, note, preset)
     print(f"Open {launched(page, port)} in a browser; Ctrl-C ends it.", flush=True)
     try:

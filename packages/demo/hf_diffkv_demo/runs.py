@@ -14,9 +14,9 @@ from .memory_line import memory_line
 
 # what a page shows, by name
 Update = dict[str, Any]
-# nothing of an earlier run stays beside what a new one says
+# nothing from an earlier run stays next to a new one's output
 EMPTY: Update = {
-    "status": message("Looking at what was entered ..."),
+    "status": message("Checking the input ..."),
     "dense": "",
     "diffkv": "",
     "memory": "",
@@ -27,14 +27,14 @@ EMPTY: Update = {
     "text": "",
     "fold": False,
 }
-# a browser that has gone is noticed when it is to be told something
+# a closed browser is only noticed when something is sent to it
 REPEAT_SECONDS = 1.0
 
 
 class Line:
-    """First come, first served. The first of the line has the turn until it leaves.
+    """First come, first served. The first in line has the turn until it leaves.
 
-    A place is an event, set once nobody wants the turn any more, before or in it.
+    A ticket is an event, set once its turn is no longer wanted, before or during it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Line:
         self._changed = Condition()
 
     def join(self) -> Event:
-        """A place at the end."""
+        """Returns a ticket at the end."""
         ticket = Event()
         with self._changed:
             self._tickets.append(ticket)
@@ -59,13 +59,13 @@ class Line:
             self._changed.wait_for(lambda: ticket.is_set() or self._tickets.index(ticket) != before, seconds)
 
     def stop(self, ticket: Event) -> None:
-        """Stops whoever waits or works with `ticket`."""
+        """Stops the visitor who waits or runs with `ticket`."""
         ticket.set()
         with self._changed:
             self._changed.notify_all()
 
     def leave(self, ticket: Event) -> None:
-        """Gives the place up."""
+        """Gives up the place."""
         with self._changed:
             self._tickets.remove(ticket)
             self._changed.notify_all()
@@ -116,7 +116,7 @@ class Runs:
             self._line.leave(ticket)
 
     def stop(self, visitor: str) -> None:
-        """Ends what the visitor runs or waits for; what has been written stays."""
+        """Ends what the visitor runs or waits for. Text that was written stays."""
         for ticket in self._tickets.get(visitor, []):
             self._line.stop(ticket)
 
@@ -149,7 +149,7 @@ class Runs:
 
 
 def look(result: Result | None, place: Place) -> Update:
-    """The picture of a setting, with the head `place` chosen, and where tokens are chosen the text as it keeps it."""
+    """Returns the picture of a setting, with the head `place` selected, and its text if tokens are chosen."""
     if result is None:
         return {"overview": NOTHING, "text": "", "fold": False}
     text = coloured_text(result, place)

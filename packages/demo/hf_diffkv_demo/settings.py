@@ -8,9 +8,9 @@ from typing import Any
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.config.presets import DEFAULT_PRESET, PRESETS
 
-# of a model for which thresholds were published; else the default is a preset
+# default of a model with published thresholds; else the default is a preset
 DEFAULT, OWN = "default", "your own"
-ADVICE = {"quality": "Loses least.", "balanced": "Take it when in doubt.", "small": "Look for small slips."}
+ADVICE = {"quality": "Loses least.", "balanced": "Use it when in doubt.", "small": "Watch for small slips."}
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Setting:
 
 
 def settings_for(model: Any) -> dict[str, Setting]:
-    """The settings by name, for a loaded model or its configuration."""
+    """Returns the settings by name, for a loaded model or its configuration."""
     default = DiffKVConfig.for_model(model)
     presets = {name: DiffKVConfig.for_model(model, preset=name) for name in PRESETS}
-    further = {DEFAULT: Setting(default, f"What `DiffKVCache(model)` takes: {_kept(default)}, {_bits(default)}.")}
+    further = {DEFAULT: Setting(default, f"What `DiffKVCache(model)` uses: {_kept(default)}, {_bits(default)}.")}
     return {
         **(further if default != presets[DEFAULT_PRESET] else {}),
         **{name: Setting(config, _of_preset(name, config)) for name, config in presets.items()},
@@ -36,20 +36,20 @@ def settings_for(model: Any) -> dict[str, Setting]:
         ),
         "pruning": Setting(
             DiffKVConfig.paper(alpha_high=8.0, alpha_low=1.0, window=16),
-            "Tokens that get less than the mean attention are pruned, before anybody asks for them. See what breaks: "
-            "facts of the prompt can be gone where the text still reads well.",
+            "Tokens that get less than the mean attention are pruned before any question is asked. See what breaks: "
+            "facts from the prompt can be gone even if the text still reads well.",
         ),
     }
 
 
 def setting_of_ratio(model: Any, ratio: float) -> Setting:
-    """The setting of a loaded model for a ratio. Raises `ValueError` for one that it cannot have."""
+    """Returns a loaded model's setting for a ratio. Raises `ValueError` if there is none."""
     config = DiffKVConfig.for_model(model, target_ratio=ratio)
     return Setting(config, f"At most {ratio:.1%} of a dense token's bytes: {_kept(config)}, {_bits(config)}.")
 
 
 def setting_of(preset: str | None, settings: dict[str, Setting]) -> str:
-    """The setting with a name, such as a preset's; what `DiffKVCache(model)` takes without one."""
+    """Returns the name of a setting: `preset`, or without one what `DiffKVCache(model)` uses."""
     return preset or (DEFAULT if DEFAULT in settings else DEFAULT_PRESET)
 
 
@@ -62,12 +62,12 @@ def _kept(config: DiffKVConfig) -> str:
 
 
 def _bits(config: DiffKVConfig) -> str:
-    """Bits of keys and values, in words."""
+    """Returns the bits of keys and values, in words."""
     if config.head_precisions is not None:
-        return "each head in the bits that were measured for it"
+        return "each head at the precision measured for it"
     if config.selects:
         return f"at {config.high.name} or {config.low.name}"
     return f"keys in {config.high.k_bits} bits and values in {config.high.v_bits}"
 
 
-OWN_EXPLANATION = "Two levels and pruning by thresholds of your own; docs/configuration.md says what each field means."
+OWN_EXPLANATION = "Two levels and pruning by your own thresholds; docs/configuration.md explains each field."

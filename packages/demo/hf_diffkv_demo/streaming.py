@@ -1,4 +1,4 @@
-"""A generation in a thread of its own, which tells what it has done while another one waits for it."""
+"""Generation in a separate thread, which reports its progress to a waiting one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_diffkv.compat import passing
 
-# how long a caller waits for a token before it can look at what else there is
+# how long a caller waits for a token before it can do something else
 PATIENCE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class StreamedStep:
-    """A layer of the prompt's forward is done, or a token has come.
+    """Signals that a layer of the prompt's forward is done, or a token has come.
 
     Attributes:
         layers: number of layers that have read the prompt.
@@ -39,7 +39,7 @@ class StreamedStep:
 
 
 class _Stream(BaseStreamer, StoppingCriteria):
-    """Hands steps from the generating thread to another one, which may stop it."""
+    """Passes steps from the generating thread to another one, which may stop it."""
 
     def __init__(self, held: Callable[[], int]) -> None:
         self.items: queue.SimpleQueue = queue.SimpleQueue()
@@ -57,7 +57,7 @@ class _Stream(BaseStreamer, StoppingCriteria):
         pass
 
     def layer_done(self, *args: Any) -> None:
-        """A hook behind each layer's attention, by which the cache holds that layer."""
+        """Hook after each layer's attention, when the cache holds that layer."""
         if not self.prompt_read:
             self.layers += 1
             self.items.put(StreamedStep(self.layers, None, time.perf_counter(), self.held()))
@@ -74,7 +74,7 @@ class _Stream(BaseStreamer, StoppingCriteria):
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The first module of each layer that knows its `layer_idx`: what attends, or a layer that holds it."""
+    """Returns the first module of each layer with a `layer_idx`: its attention, or a layer that holds it."""
     found: dict[int, Any] = {}
     for module in model.modules():
         layer_idx = getattr(module, "layer_idx", None)
@@ -86,13 +86,13 @@ def layers_of(model: Any) -> list[Any]:
 def stream_steps(
     model: Any, ids: Tensor, cache: Any, max_new_tokens: int, held: Callable[[], int]
 ) -> Generator[StreamedStep | None, None, None]:
-    """Greedy tokens, and before the first of them the layers, as they come; None whenever none has come for a while.
+    """Yields the prompt's layers, then greedy tokens, as they come; None if nothing has come for a while.
 
-    Closing the iterator stops the model; its errors are raised.
+    Closing the iterator stops the model. The model's errors are raised.
 
     Args:
         ids: int64 [1, tokens].
-        held: bytes that `cache` holds; called by the generating thread.
+        held: function that returns the bytes `cache` holds; called by the generating thread.
     """
     stream = _Stream(held)
     end = object()

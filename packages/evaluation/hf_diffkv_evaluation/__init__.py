@@ -1,1 +1,1 @@
-"""Judges caches by what they keep, the bytes they hold and their time: `hf-diffkv evaluate`, `bench` and `lm-eval`."""
+"""Compares caches by quality, bytes held and time: `hf-diffkv evaluate`, `bench` and `lm-eval`."""

@@ -1,4 +1,4 @@
-"""Line plots of measurements over the length of the context."""
+"""Line plots of measurements against context length."""
 
 from __future__ import annotations
 

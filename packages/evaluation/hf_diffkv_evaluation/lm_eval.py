@@ -94,7 +94,7 @@ class DiffKVLM(HFLM):
             raise EvaluationError("an encoder-decoder model cannot be used with --model hf-diffkv; use --model hf.")
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
-        """Generates for one left-padded batch with a new cache: token ids [batch, tokens], prompts included.
+        """Generates for one left-padded batch with a new cache. Returns token ids [batch, tokens] with prompts.
 
         Raises:
             EvaluationError: the budget of the cache is too small.
@@ -155,7 +155,7 @@ class DiffKVLM(HFLM):
 
 
 def method_name(cache: str, fields: dict[str, Any]) -> str:
-    """Returns the name of the method `cache` with fields of `DiffKVConfig` as further options.
+    """Returns the name of the method `cache` with fields of `DiffKVConfig` as additional options.
 
     Raises:
         EvaluationError: fields are given to another method.

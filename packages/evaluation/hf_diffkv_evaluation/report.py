@@ -1,4 +1,4 @@
-"""Reports a run as a table with a row per method, and as plots of quality over measured bytes."""
+"""Reports a run as a table with a row per method, and as plots of quality against measured bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ResultRow:
         ratio, payload_ratio: bytes / dense bytes over the documents of all tasks; None if unknown.
         simulated: whether bytes of a document were computed instead of measured.
         cells: results by task and name of the metric.
-        errors: different errors of the method.
+        errors: distinct errors of the method.
         documents: number of documents the method was run on, and number that any method was run on; rows with fewer
             documents are not comparable.
     """
@@ -56,7 +56,7 @@ class ResultRow:
 
 
 def rows_of(records: Iterable[Record]) -> list[ResultRow]:
-    """Makes a row for each method, in the order of first records."""
+    """Makes a row for each method, in order of first records."""
     records = list(records)
     methods = list(dict.fromkeys(record.method for record in records))
     tasks = list(dict.fromkeys(record.task for record in records))
@@ -131,7 +131,7 @@ def _percent(ratio: float | None) -> str:
 
 
 def best_first(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Sorts rows: the dense cache first, then by falling bytes."""
+    """Sorts rows: the dense cache first, then by decreasing bytes."""
     return sorted(rows, key=lambda row: (row.method != DENSE, row.ratio is None, -(row.ratio or 0.0)))
 
 

@@ -84,7 +84,7 @@ def quality(points: Sequence[Point], title: str, ylabel: str, logarithmic: bool 
 
 
 def _place_names(axis: Axes, points: Sequence[Point]) -> None:
-    """Writes each name beside its mark, where it overlaps least."""
+    """Writes each name next to its mark, where it overlaps least."""
     from matplotlib.transforms import Bbox
 
     figure: Any = axis.figure

@@ -1,4 +1,4 @@
-"""Measures the time per generated token of several caches in turns, so that other load affects all alike."""
+"""Measures the time per generated token of several caches, in turn so that other load affects all alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Timing:
 
     Attributes:
         name: label of the method.
-        prompt_seconds: seconds of the whole prompt, in one forward.
+        prompt_seconds: seconds for the whole prompt, in one forward.
         ms_per_token: median of the steps.
         ms_quartiles: first and third quartile of the steps.
         bytes: memory of the cache after the prompt.
@@ -58,7 +58,7 @@ def time_steps(
     steps: int,
     report: Callable[[str], None] = lambda message: None,
 ) -> list[Timing]:
-    """Times every method on the same prompt and further tokens.
+    """Times every method on the same prompt and the tokens after it.
 
     Args:
         model: loaded model.

@@ -1,1 +1,1 @@
-"""Serving with hf-diffkv's cache: continuous batching, a server for OpenAI's protocol, Ray, LMCache's serialiser."""
+"""Serving with hf-diffkv's cache: continuous batching, a server for OpenAI's protocol, Ray, an LMCache serialiser."""

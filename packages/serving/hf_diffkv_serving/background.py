@@ -17,7 +17,7 @@ _logger = logging.getLogger("hf_diffkv")
 
 
 class Background:
-    """Moves the least used prefixes down if memory is almost full, and prefixes of waiting requests up.
+    """Moves the least used prefixes down when memory is almost full, and the prefixes of waiting requests up.
 
     Files are read and written, and tensors copied, without the store's lock, so that other threads can continue. The
     folder's lock is never held while waiting for the store's lock.
@@ -43,25 +43,25 @@ class Background:
         # whether a tier may be too full of prefixes that requests wait for
         self._held_back = False
         self._loading: str | None = None
-        # prefixes that were tried to move up, which happens once; and prefixes that no lower tier takes
+        # prefixes that the thread tried to move up, once each, and prefixes that no lower tier takes
         self._tried: set[str] = set()
         self._stuck: set[str] = set()
         self.offloaded = self.loaded_ahead = 0
         self.bytes_read = {tier.name: 0 for tier in tiers.tiers}
 
     def start(self) -> None:
-        """Starts the thread unless it runs. Raises `RuntimeError` if the system allows no more threads."""
+        """Starts the thread unless it is running. Raises `RuntimeError` if the system allows no more threads."""
         with self._changed:
             if self._thread is None:
                 self._look = True
                 thread = threading.Thread(target=self._run, name="hf_diffkv prefixes", daemon=True)
-                # a thread that could not start is none to wait for; one that could waits for this block to end
+                # nobody may wait for a thread that could not start; one that could waits for this block to end
                 thread.start()
                 self._thread = thread
             self._users += 1
 
     def stop(self) -> None:
-        """Ends the thread with the last `stop` of as many `start`s, and waits for its end."""
+        """Ends the thread once there were as many `stop`s as `start`s, and waits for its end."""
         with self._changed:
             self._users = max(0, self._users - 1)
             if self._users or self._thread is None:
@@ -86,7 +86,7 @@ class Background:
             self._changed.notify_all()
 
     def want(self, names: Sequence[str]) -> None:
-        """Asks the thread to move prefixes into the first tier if there is room, instead of those of the last call.
+        """Asks the thread to move prefixes into the first tier if there is room, in place of those of the last call.
 
         Each is tried once as long as it stays among `names`.
         """
@@ -129,7 +129,7 @@ class Background:
                     with self._changed:
                         self._look = True
             except Exception:
-                # the request is computed, or reads its prefix itself
+                # the request is computed, or reads the prefix itself
                 _logger.exception("a stored prefix could not be moved")
 
     def _offload(self) -> bool:
@@ -146,7 +146,7 @@ class Background:
             before: rank that the prefix must be below, or None.
 
         Returns:
-            Whether there was such a prefix. It stays if no lower tier takes it, or if it was used meanwhile. False also
+            Whether there was such a prefix. It stays if no lower tier takes it or if it was used meanwhile. Also False
             if the folder cannot be written, so that no others are tried.
         """
         tier, tiers = self._tiers.memory[depth], self._tiers
@@ -167,7 +167,7 @@ class Background:
             snapshot = lower.moved(snapshot)
             with self._lock:
                 if not (self._is_unused(name, used) and tier.holds(name)):
-                    # it may be moved the next time
+                    # it may be moved next time
                     return True
                 taken = self._put_if_free(lower, name, snapshot)
         elif lower is not None:

@@ -37,13 +37,13 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.config.checks import bytes_in
 from hf_diffkv.config.until_full import PRECISE
 
-# of the budget, what prefixes get beside it where nothing is said
+# prefixes get the budget divided by this, in addition, by default
 PREFIX_SHARE = 8
 # may have the API key
 API_KEY = "HF_DIFFKV_API_KEY"
-# set by whatever starts the ranks of a model, such as torchrun
+# set by launchers of a model's ranks, such as torchrun
 RANKS = "WORLD_SIZE"
-# share of the free memory where nothing is said, as in Transformers
+# default share of the free memory, as in Transformers
 ON_CPU, ON_GPU = 0.6, 0.9
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -134,7 +134,7 @@ choice_options = chain(
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     _check(options)
-    # before there is anything to finish; the first process of a container would pass it over otherwise
+    # before there is anything to finish; the first process of a container would otherwise ignore it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     choice = _choice(options)
     model_config = supported_config(options.model)
@@ -153,12 +153,12 @@ def command(**given: Any) -> None:
 
 
 def _check(options: SimpleNamespace) -> None:
-    """Checks the options by themselves. Raises `click.UsageError`."""
-    # click takes an empty variable for one that is not set
+    """Checks the options on their own. Raises `click.UsageError`."""
+    # click treats an empty variable as one that is not set
     if options.api_key == "" or options.api_key is None and os.environ.get(API_KEY) == "":
         raise click.UsageError(f"the API key is empty; give --api-key or {API_KEY} one, or leave both out.")
     if options.api_key is not None and options.api_key != options.api_key.rstrip():
-        # HTTP leaves it out of what clients send
+        # HTTP strips it from what clients send
         raise click.UsageError(f"the API key ends in white space; take it off --api-key or {API_KEY}.")
     if options.max_bytes is not None and options.memory_share is not None:
         raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
@@ -183,7 +183,7 @@ def _check(options: SimpleNamespace) -> None:
 
 
 def _choice(options: SimpleNamespace) -> ConfigChoice:
-    """Returns `choice_of`, with `until_full` if it is asked for. Raises `click.UsageError` as that does."""
+    """Returns `choice_of`, with `until_full` if requested. Raises `click.UsageError` as `choice_of` does."""
     if not options.until_full:
         return choice_of(options)
     if options.max_bytes is None:
@@ -209,7 +209,7 @@ def _check_length(options: SimpleNamespace, limit: int | None) -> None:
 
 
 def _listen(options: SimpleNamespace) -> socket.socket:
-    """Returns a socket that has its address and does not listen yet. Raises `click.UsageError` if it gets none."""
+    """Returns a socket that is bound but not yet listening. Raises `click.UsageError` if it cannot be bound."""
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
@@ -217,7 +217,7 @@ def _listen(options: SimpleNamespace) -> socket.socket:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    # a host that is no name of the network is a UnicodeError
+    # an invalid host name is a UnicodeError
     except (OSError, UnicodeError) as error:
         if listener is not None:
             listener.close()
@@ -262,7 +262,7 @@ def _serve(
     address = f"http://{host}:{listener.getsockname()[1]}"
     room = f"{megabytes(memory.max_bytes)} for requests of up to {memory.longest:,} tokens"
     try:
-        # another server may have got the same address, and have begun to listen while this one loaded its model
+        # another server may have bound the same address and begun to listen while this one loaded its model
         listener.listen()
     except OSError as error:
         raise Failure(f"cannot listen at {options.host}:{options.port}: {error.strerror}.") from error
@@ -282,7 +282,7 @@ def _operation(options: SimpleNamespace) -> Any:
 
 
 def _sampling(options: SimpleNamespace, generation_config: Any) -> Any:
-    """Returns the sampling of requests that do not set their own. Raises `ValueError` like `Sampling.of`."""
+    """Returns the sampling for requests that do not set their own. Raises `ValueError` like `Sampling.of`."""
     from .batching.sampling import Sampling
 
     config = copy.deepcopy(generation_config)
@@ -299,14 +299,14 @@ def _generation(options: SimpleNamespace) -> dict[str, Any]:
 
 
 def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
-    """The engine of all requests, not started."""
+    """Returns the engine for all requests, not yet started."""
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     generation_config = copy.deepcopy(model.generation_config)
     generation_config.cache_implementation = "diffkv"
     generation_config.cache_config = config.to_dict()
-    # requests say how their tokens are drawn; the engine's own way is for all of them
+    # each request has its own sampling; the engine's setting would apply to all of them
     generation_config.do_sample = False
     batching = ContinuousBatchingConfig(**_batching(options))
     hints = options.max_length and WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)
@@ -314,7 +314,7 @@ def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
 
 
 def _batching(options: SimpleNamespace) -> dict[str, Any]:
-    """Fields of `ContinuousBatchingConfig`."""
+    """Returns fields of `ContinuousBatchingConfig`."""
     given = {
         "max_requests_per_batch": options.max_requests,
         "max_batch_tokens": options.max_batch_tokens,
@@ -334,7 +334,7 @@ def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, en
     limits = {"device_bytes": options.prefix_bytes, "host_bytes": 0}
     if options.prefix_bytes is None:
         share = engine.memory().max_bytes // PREFIX_SHARE
-        # a GPU's memory is the budget's
+        # a GPU's memory is for the budget
         limits = {"device_bytes": 0, "host_bytes": share}
     folder = {"folder": options.prefix_folder, "folder_bytes": options.prefix_folder_bytes}
     try:

@@ -1,4 +1,4 @@
-"""Private names of Transformers' engine and server that this package uses; `hf_diffkv.compat` has all others."""
+"""Private names of Transformers' engine and server that this package uses; `hf_diffkv.compat` has the rest."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A serialiser for LMCache: what vLLM's cache stores outside the GPU, in the rows of this library's pages.
+"""A serialiser for LMCache: stores what vLLM's cache offloads from the GPU as rows of this library's pages.
 
     python -m hf_diffkv_serving.lmcache server --l2-adapter ADAPTER
 
-with '{"type": "fs_native", "base_path": "/cache", "serde": {"type": "diffkv", "head_dim": 128}}' for an ADAPTER is
-LMCache's own command, which knows the serialiser then. LMCache hands over chunks of one model, [2, layers, tokens,
-KV heads * head_dim], keys first. Each key and value is rotated by a Hadamard matrix, keys less the mean of their chunk
-and head, and quantised by itself as in `ops/quantize`.
+runs LMCache's own command with the serialiser registered. An ADAPTER is, for example,
+'{"type": "fs_native", "base_path": "/cache", "serde": {"type": "diffkv", "head_dim": 128}}'. LMCache passes chunks of
+one model, [2, layers, tokens, KV heads * head_dim], keys first. Keys lose the mean of their chunk and head. Then each
+key and value is rotated by a Hadamard matrix and quantised on its own, as in `ops/quantize`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hf_diffkv.pages.inset import FULL_RANGE, inset_of
 from hf_diffkv.pages.layout import metadata_bytes, row_bytes
 
 SERDE_NAME = "diffkv"
-# says by what settings a chunk was made
+# identifies the settings that made a chunk
 HEADER_BYTES = 16
 CHUNK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class ChunkFormat:
-    """Format of a stored chunk: a header, then for each precision the keys and then the values of its heads.
+    """Format of a stored chunk: a header, then, for each precision, the keys and then the values of its heads.
 
-    A part is means [heads, head_dim] in the model's dtype (of keys that are quantised), codes [heads, tokens, bytes]
-    and metadata [heads, tokens] of 2 bytes, of 4 at 8 bits, none at 16. A "head" is one of a layer, layers first.
+    A part has means [heads, head_dim] in the model's dtype (for quantised keys), codes [heads, tokens, bytes] and
+    metadata [heads, tokens] of 2 bytes, 4 at 8 bits, none at 16. Heads are counted over all layers, in layer order.
 
     Attributes:
         head_dim: elements of a key.
@@ -44,7 +44,7 @@ class ChunkFormat:
         head_precisions: precision of each KV head of each layer, as in `DiffKVConfig`.
 
     Raises:
-        ValueError: a head_dim that bits do not divide, groups, or precisions that differ in length between layers.
+        ValueError: `head_dim` is no multiple of 8, a precision has groups, or layers differ in their number of heads.
     """
 
     head_dim: int
@@ -62,10 +62,10 @@ class ChunkFormat:
                 raise ValueError(f"{precision.full_name} has groups; the serialiser has one for each key and value.")
 
     def heads(self, layers: int, kv_heads: int) -> list[tuple[Precision, list[int]]]:
-        """Each precision with the heads that have it.
+        """Returns each precision with the heads that have it.
 
         Raises:
-            ValueError: `head_precisions` is of another shape.
+            ValueError: `head_precisions` has a different shape.
         """
         chosen = self.head_precisions or ((self.precision,) * kv_heads,) * layers
         if (len(chosen), len(chosen[0])) != (layers, kv_heads):
@@ -79,10 +79,10 @@ class ChunkFormat:
         return list(found.items())
 
     def shape(self, shape: torch.Size, dtype: torch.dtype) -> tuple[int, int, int]:
-        """Layers, tokens and KV heads of a chunk.
+        """Returns layers, tokens and KV heads of a chunk.
 
         Raises:
-            ValueError: it is no chunk of keys and values of this head_dim.
+            ValueError: it is not a chunk of keys and values with this `head_dim`.
         """
         if len(shape) != 4 or shape[0] != 2 or shape[3] % self.head_dim:
             raise ValueError(
@@ -94,7 +94,7 @@ class ChunkFormat:
         return int(shape[1]), int(shape[2]), int(shape[3]) // self.head_dim
 
     def size(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Bytes of a chunk, exactly. Raises `ValueError` as `shape` and `heads` do."""
+        """Returns the exact bytes of a chunk. Raises `ValueError` like `shape` and `heads`."""
         layers, tokens, kv_heads = self.shape(shape, dtype)
         total = HEADER_BYTES
         for part in self._parts(layers, kv_heads):
@@ -108,7 +108,7 @@ class ChunkFormat:
         return [_Part(heads, side, bits) for p, heads in chosen for side, bits in enumerate((p.k_bits, p.v_bits))]
 
     def digest(self, dtype: torch.dtype) -> bytes:
-        """Digest of all settings and the dtype of a chunk, HEADER_BYTES long."""
+        """Returns a digest of all settings and a chunk's dtype, HEADER_BYTES long."""
         layers = self.head_precisions or ((self.precision,),)
         names = [[precision.full_name for precision in layer] for layer in layers]
         text = json.dumps([1, self.head_dim, self.head_precisions is None, names, str(dtype)])
@@ -133,10 +133,10 @@ class ChunkFormat:
         return torch.cat(parts)
 
     def decode(self, data: Tensor, chunk: Tensor) -> None:
-        """Fills a chunk from what `encode` made of one of its shape and dtype.
+        """Fills a chunk from what `encode` returned for one of the same shape and dtype.
 
         Raises:
-            ValueError: too few bytes, or made by other settings; the chunk is as it was.
+            ValueError: too few bytes, or bytes from other settings. The chunk is left unchanged.
         """
         layers, tokens, kv_heads = self.shape(chunk.shape, chunk.dtype)
         size = self.size(chunk.shape, chunk.dtype)
@@ -178,7 +178,7 @@ class _Part(NamedTuple):
 
 
 class _Reader:
-    """Takes tensors off a row of bytes."""
+    """Reads tensors from a row of bytes."""
 
     def __init__(self, data: Tensor, start: int) -> None:
         self._data, self._start = data, start
@@ -189,7 +189,7 @@ class _Reader:
             count *= dimension
         part = self._data[self._start : self._start + count]
         self._start += count
-        # another dtype may begin anywhere
+        # a part may begin at an address that does not suit its dtype
         return part.clone().view(dtype).view(shape)
 
 
@@ -205,7 +205,7 @@ def chunk_format(options: dict[str, Any]) -> ChunkFormat:
             has `head_precisions` for all layers.
 
     Raises:
-        ValueError: unknown options, or values that do not go together.
+        ValueError: unknown options, or options that exclude each other.
     """
     given = {name: value for name, value in options.items() if name != "max_workers"}
     unknown = set(given) - {"head_dim", "precision", "config"}
@@ -222,10 +222,10 @@ def chunk_format(options: dict[str, Any]) -> ChunkFormat:
 
 
 def register() -> None:
-    """Tells LMCache of "diffkv"; a second call does nothing.
+    """Registers "diffkv" with LMCache. A second call does nothing.
 
     Raises:
-        ImportError: LMCache is not installed, or has no such serialisers (0.5 has).
+        ImportError: LMCache is not installed, or is too old for such serialisers (0.5 has them).
     """
     try:
         from lmcache.v1.distributed.serde import (
@@ -239,7 +239,7 @@ def register() -> None:
         raise ImportError(f"the serialiser needs LMCache 0.5 or newer ({error}): pip install lmcache.") from error
 
     class DiffKVSerializer(Serializer):
-        """Chunks to bytes."""
+        """Turns chunks into bytes."""
 
         def __init__(self, made: ChunkFormat) -> None:
             self._format = made
@@ -254,7 +254,7 @@ def register() -> None:
             return sum(self._format.size(shape, dtype) for shape, dtype in shapes)
 
     class DiffKVDeserializer(Deserializer):
-        """And back."""
+        """Turns them back into chunks."""
 
         def __init__(self, made: ChunkFormat) -> None:
             self._format = made
@@ -272,7 +272,7 @@ def register() -> None:
 
 
 def main() -> None:
-    """LMCache's own command, which knows the serialiser then."""
+    """Runs LMCache's own command with the serialiser registered."""
     register()
     from lmcache.cli.main import main as lmcache
 

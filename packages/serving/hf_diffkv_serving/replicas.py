@@ -1,4 +1,4 @@
-"""`hf-diffkv serve MODEL --replicas N`: the same server many times, on the machines of a Ray cluster or on this one."""
+"""`hf-diffkv serve MODEL --replicas N`: replicas of the server, on the machines of a Ray cluster or on this one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def serve_replicas(options: SimpleNamespace, choice: ConfigChoice, generation: d
         generation, batching: fields of `GenerationConfig` and of `ContinuousBatchingConfig`.
 
     Raises:
-        Failure: Ray is missing or cannot be started, or replicas cannot.
+        Failure: Ray is missing, or it or the replicas cannot be started.
     """
     try:
         application = endpoint(options, choice, generation, batching)
@@ -47,7 +47,7 @@ def serve_replicas(options: SimpleNamespace, choice: ConfigChoice, generation: d
 
 
 def endpoint(options: SimpleNamespace, choice: ConfigChoice, generation: dict, batching: dict) -> Any:
-    """The application that the command's options ask for. Raises `ImportError` where Ray is missing."""
+    """Returns the application that the options ask for. Raises `ImportError` if Ray is missing."""
     import ray
 
     from .ray import app

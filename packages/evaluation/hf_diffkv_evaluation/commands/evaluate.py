@@ -70,14 +70,14 @@ OPTIONS = (
 
 
 def evaluate_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of the command, as decorator."""
+    """Adds the command's options, as a decorator."""
     for option in reversed(OPTIONS):
         function = option(function)
     return function
 
 
 def gone_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of `GONE`, as decorator."""
+    """Adds the options in `GONE`, as a decorator."""
     for name in GONE:
         flag: dict[str, Any] = {"is_flag": True, "default": None} if name == "--sample" else {}
         function = click.option(name, hidden=True, expose_value=False, callback=_refuse, **flag)(function)

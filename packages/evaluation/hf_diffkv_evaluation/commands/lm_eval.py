@@ -53,7 +53,7 @@ def command(arguments: tuple[str, ...]) -> None:
     try:
         cli_evaluate()
     except ValueError as error:
-        # the harness has no class of its own for it
+        # the harness has no error class for it
         if not str(error).startswith(NOT_FOUND):
             raise
         names = str(error).removeprefix(NOT_FOUND)

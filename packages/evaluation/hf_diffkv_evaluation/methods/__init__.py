@@ -1,4 +1,4 @@
-"""All methods: those of the library, and those for further caches of Transformers."""
+"""All methods: the library's, and those for other Transformers caches."""
 
 from __future__ import annotations
 

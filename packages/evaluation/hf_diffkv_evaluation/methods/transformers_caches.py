@@ -1,4 +1,4 @@
-"""Methods for further caches of Transformers: `static`, `quanto:4`, `hqq:4`, `fp8`."""
+"""Methods for other Transformers caches: `static`, `quanto:4`, `hqq:4`, `fp8`."""
 
 from __future__ import annotations
 

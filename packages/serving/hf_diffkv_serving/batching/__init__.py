@@ -1,1 +1,1 @@
-"""Continuous batching: this cache inside Transformers' engine, and a server around it."""
+"""Continuous batching: this cache inside Transformers' engine."""

@@ -1,4 +1,4 @@
-"""The attention function behind continuous batching: packed tokens of many requests, one row without padding."""
+"""The attention function of continuous batching, for tokens of many requests packed in a row without padding."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hf_diffkv.cache.attention import HARMLESS
 from hf_diffkv.cache.errors import HandOverError
 from hf_diffkv.ops.softmax import Softmax
 
-# what Transformers' engine passes along for caches of its own
+# what Transformers' engine passes along for its own caches
 OF_THE_ENGINE = {"block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"}
 
 
 class PackedCache:
-    """Base of what the engine passes to the model as its cache, which has `attend` (`ContinuousCache`)."""
+    """Base class of the caches that the engine passes to the model; they have `attend` (`ContinuousCache`)."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Stores nothing yet, and adds itself to `kwargs`, with which the attention function is called.
+        """Stores nothing yet, but adds itself to `kwargs`, which the attention function gets.
 
-        Since release 5.24 a layer calls this; before, all that came with the forward reached the attention function.
+        Since release 5.24, layers call this; before, the attention function got all arguments of the forward.
         """
         kwargs["cache"] = self
         return key_states, value_states
@@ -38,20 +38,19 @@ def paged_attention(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface; each request attends causally to its own tokens, which `cache` knows.
+    """Implements Transformers' attention interface. Each request attends causally to its own tokens in `cache`.
 
     Args:
         query: [1, query_heads, tokens, head_dim]; key and value likewise with KV heads.
-        cache: a `PackedCache`, which knows the layers that have a sliding window; perhaps it has `mask`, the one mask
-            that says nothing new.
-        kwargs: `softcap` and `s_aux` (logits of attention sinks); `dropout`, `is_causal` and `sliding_window` say
-            nothing new here.
+        cache: `PackedCache`, which knows the layers with a sliding window. If it has a `mask`, that one is ignored.
+        kwargs: `softcap`, `s_aux` (logits of attention sinks) and `sliding_window`; `dropout` and `is_causal` have no
+            effect.
 
     Returns:
         Output [1, tokens, query_heads, value_dim], and no attention weights.
 
     Raises:
-        HandOverError: the cache did not come with the call, or an argument that this function cannot honour did.
+        HandOverError: the call lacks the cache, or has an argument that this function cannot honour.
     """
     name = type(module).__name__
     if cache is None:

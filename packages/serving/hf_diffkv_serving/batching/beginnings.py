@@ -2,7 +2,7 @@
 
 The state after a request's first tokens cannot be derived from the state after more of them (docs/prefixes.md). It is
 therefore kept at the end of a forward, and a prompt that is cut is computed in parts. The sender of a request may mark
-cuts, for example after a system message. If a request begins like an earlier one, their common beginning is a part.
+cuts, for example after a system message. If a request begins like an earlier one, their common beginning is a part too.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from torch import Tensor
 
 from hf_diffkv.prefixes.tokens import digests
 
-# tokens that a part has at least
+# fewest tokens of a part
 FEWEST_TOKENS = 64
-# cuts that nobody marked are at multiples: words that further requests have in common by chance change nothing
+# unmarked cuts are at its multiples, so that words shared by chance change nothing
 CUT_STEP = 16
-# of prompts that are remembered, all together
+# tokens of all remembered prompts together
 MOST_REMEMBERED = 1 << 20
 
 
 class Beginnings:
-    """The cuts of requests that are not done, by name, and the prompts that came last.
+    """Cuts of unfinished requests, by name, and the most recent prompts.
 
     Args:
-        most_tokens: most tokens of all remembered prompts together.
+        most_tokens: limit on the tokens of all remembered prompts.
     """
 
     def __init__(self, most_tokens: int = MOST_REMEMBERED) -> None:
         self._most_tokens, self._tokens = most_tokens, 0
-        # by their first tokens, hashed at every multiple of `FEWEST_TOKENS`, the prompt that came last
+        # latest prompt by its first tokens, hashed at every multiple of `FEWEST_TOKENS`
         self._last: dict[str, Tensor] = {}
-        # hashes of each prompt that is remembered, by the last of them
+        # each remembered prompt and its hashes, by the last of them
         self._remembered: OrderedDict[str, tuple[Tensor, list[str]]] = OrderedDict()
         self._prompts: dict[str, Tensor] = {}
         self._cuts: dict[str, list[int]] = {}
         self._resumed: dict[str, int] = {}
 
     def add(self, name: str, prompt: Sequence[int], marks: Iterable[int] = ()) -> None:
-        """A request comes.
+        """Adds a request.
 
         Args:
-            marks: numbers of tokens after which its prompt is to be cut, those too near to others left out.
+            marks: numbers of tokens after which to cut its prompt. Marks too close to others are dropped.
         """
         ids = torch.tensor(prompt, dtype=torch.int64)
         cuts: list[int] = []
@@ -61,12 +61,12 @@ class Beginnings:
         self._remember(ids)
 
     def remove(self, name: str) -> None:
-        """A request is done, failed or cancelled."""
+        """Removes a request that is done, failed or cancelled."""
         for known in (self._prompts, self._cuts, self._resumed):
             known.pop(name, None)
 
     def clear(self) -> None:
-        """Forgets the requests; their prompts are remembered."""
+        """Forgets the requests but remembers their prompts."""
         for known in (self._prompts, self._cuts, self._resumed):
             known.clear()
 
@@ -75,7 +75,7 @@ class Beginnings:
         self._resumed[name] = tokens
 
     def next_cut(self, name: str, position: int) -> int | None:
-        """Returns the end of the next part of a request computed up to `position`, or None at its prompt's end."""
+        """Returns the end of the next part of a request computed up to `position`, or None if that is its prompt's."""
         cuts = self._cuts.get(name, [])
         resumed = self._resumed.get(name, 0)
         least = resumed + FEWEST_TOKENS - 1 if resumed else 0
@@ -87,12 +87,12 @@ class Beginnings:
         return self.next_cut(name, position - 1) == position
 
     def without_twins(self, waiting: Sequence[str], kept: Mapping[str, int], under_way: Mapping[str, int]) -> list[str]:
-        """Returns the requests that need not wait for another one to compute a part that they begin with as well.
+        """Returns the requests that need not wait for another one to compute a part that they share.
 
         Args:
-            waiting: names of waiting requests, in the order in which they are let in.
-            kept: number of first tokens that are kept, for some of them.
-            under_way: number of prompt tokens that are computed, for each other request.
+            waiting: names of waiting requests, in order of admission.
+            kept: number of leading tokens that are kept, for some of them.
+            under_way: number of prompt tokens computed so far, for each other request.
         """
         ahead, found = dict(under_way), []
         for name in waiting:
@@ -146,7 +146,7 @@ class Beginnings:
 
 
 def check_marks(marks: Iterable[int], tokens: int) -> tuple[int, ...]:
-    """Sorted. Raises `ValueError` for a mark that is not within a prompt of `tokens` tokens."""
+    """Returns the sorted marks. Raises `ValueError` for one outside a prompt of `tokens` tokens."""
     found = tuple(sorted(set(marks)))
     if any(not isinstance(mark, int) or not 0 < mark < tokens for mark in found):
         raise ValueError(f"boundaries={list(found)} must be numbers of tokens above 0 and below the prompt's {tokens}.")
@@ -154,12 +154,12 @@ def check_marks(marks: Iterable[int], tokens: int) -> tuple[int, ...]:
 
 
 def _alike(one: Tensor, other: Tensor, tokens: int) -> bool:
-    """Whether both begin with the same `tokens` tokens."""
+    """Returns whether both begin with the same `tokens` tokens."""
     return min(one.numel(), other.numel()) >= tokens and torch.equal(one[:tokens], other[:tokens])
 
 
 def _add(cuts: list[int], cut: int, tokens: int) -> None:
-    """Adds a cut, in order, where the parts beside it do not become too short."""
+    """Adds a cut, in order, unless a part next to it would become too short."""
     place = bisect_right(cuts, cut)
     before = cuts[place - 1] if place else 0
     near_next = place < len(cuts) and cuts[place] - cut < FEWEST_TOKENS

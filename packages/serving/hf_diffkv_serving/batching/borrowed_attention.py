@@ -1,6 +1,6 @@
-"""The attention of models while managers of continuous batching have them.
+"""Switches the attention of models while managers of continuous batching use them.
 
-A model gets its own attention back when no manager of it runs any more, or when the last one is dropped.
+A model gets its own attention back once none of its managers runs, or when the last one is dropped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hf_diffkv.import_hook import PAGED_NAME
 
 from .attention import paged_attention
 
-# by model: its own attention, and the managers that have it
+# by model: its own attention, and the managers that use it
 _own: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _managers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def borrow(model: Any, manager: Any) -> None:
-    """Switches `model` to the packed attention for `manager`. Raises `ValueError` if that cannot be."""
+    """Switches `model` to the packed attention for `manager`. Raises `ValueError` if that is impossible."""
     current = attention_of(model.config.get_text_config(decoder=True))
     if current != PAGED_NAME:
         if not can_switch(model):
@@ -35,7 +35,7 @@ def borrow(model: Any, manager: Any) -> None:
 
 
 def give_back(model: Any, manager: Any) -> None:
-    """Says that `manager` needs `model` no more. Others that do not run borrow it again at their start."""
+    """Notes that `manager` no longer needs `model`. Managers that are not running borrow it again on start."""
     _managers.get(model, weakref.WeakSet()).discard(manager)
     if not any(other.is_running() for other in _managers.get(model, ())):
         _restore(model)

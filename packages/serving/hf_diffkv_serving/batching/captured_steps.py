@@ -1,8 +1,8 @@
 """Captured decode steps in continuous batching: the forward of a batch in which every request has one token.
 
-Until there are other slots, or room for longer requests, tables and scratch stay where they are. So a graph of the
-model's forward is good for any requests: which slots they have is one of its inputs. Batches are filled up to powers of
-two with tokens that no slot gets.
+Tables and scratch stay in place until the number of slots, or their length, changes. A graph of the model's forward
+therefore serves any requests: their slots are one of its inputs. Batches are padded to powers of two with tokens that
+no slot gets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepCache(PackedCache):
     """Stands in for the cache within a captured forward.
 
     Args:
-        cache: cache that it stands for.
+        cache: cache that it stands in for.
         tokens: number of tokens of the forward.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Step:
         self.logits = torch.empty(0)
 
     def fill(self, slots: Sequence[int], inputs: dict[str, Any]) -> None:
-        """Puts the tokens of a forward, which are in `slots`, into the buffers."""
+        """Copies the tokens of a forward, whose requests are in `slots`, into the buffers."""
         tokens, cache = len(slots), self.cache
         self.ids[:, :tokens] = inputs["input_ids"]
         self.positions[:, :tokens] = inputs["position_ids"]
@@ -91,7 +91,7 @@ class _Step:
         cache.stepping[cache.slots[:tokens]] = True
 
     def capture(self, model: Any, device: torch.device) -> None:
-        """Records the forward without running it. Raises what it raises."""
+        """Records the forward without running it. Raises whatever it raises."""
         inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.cache.mask}
 
         def work() -> Tensor:

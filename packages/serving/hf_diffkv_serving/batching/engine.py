@@ -1,6 +1,6 @@
 """The parts of Transformers' continuous batching engine that are replaced.
 
-Importing this module checks whether the engine is what is relied on.
+Importing this module checks that the engine is as expected.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ CALLED.require()
 
 
 class _Admission:
-    """Mixed into a scheduler: refuses what can never fit, goes on where nothing is left to wait for, orders what waits,
-    and keeps records.
+    """Scheduler mixin that refuses requests that can never fit, continues when there is nothing left to wait for,
+    orders waiting requests, and keeps records.
 
     Attributes:
-        cancelled: called with each request that was cancelled, when it is gone.
+        cancelled: function called with each cancelled request once it is gone.
         vocabulary: number of token ids that the model embeds.
     """
 
@@ -63,9 +63,9 @@ class _Admission:
     vocabulary: int
 
     def add_waiting_request(self, state: RequestState) -> None:
-        """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one.
+        """Raises `ValueError` for a request that could not finish even alone; the engine then fails it.
 
-        Likewise for one whose name another request has.
+        Likewise for one with invalid token ids, or with the name of another request.
         """
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
@@ -85,7 +85,7 @@ class _Admission:
         limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = limit
-        # what was preempted is cut where it was
+        # a preempted request keeps its cuts
         if not state._true_initial_tokens:
             self.cache.beginnings.add(state.request_id, state.initial_tokens, record.boundaries)
         super().add_waiting_request(state)
@@ -97,7 +97,7 @@ class _Admission:
         token_budget: int,
         request_ids_to_remove_from_waiting: set[str],
     ) -> None:
-        # the engine copies a request before the last token of its prompt, and fails where no other is to be computed
+        # the engine forks a request before the last token of its prompt, and fails if no other is to be computed
         if state.num_children and len(request_tokens) == 1:
             names, state.num_children = children(state.request_id, state.num_children), 0
             for name in names:
@@ -111,7 +111,7 @@ class _Admission:
 
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
-        # a request that is preempted holds nothing any more
+        # a preempted request no longer holds anything
         if state is not None and state.status == RequestStatus.FINISHED and self.cache.holds(request_id):
             self.cache.keep_prefix(request_id, state.initial_tokens + state.generated_tokens)
             self.cache.beginnings.remove(request_id)
@@ -152,7 +152,7 @@ class _Admission:
     def _get_waiting_candidates(self) -> list[RequestState]:
         names = list(self.waiting_requests_order)
         first = {name: self.waiting_requests[name].remaining_prefill_tokens for name in names[:LOOK_AHEAD]}
-        # where nothing else is to be computed, a prefix is read at once
+        # if nothing else is to be computed, a prefix is read immediately
         busy = bool(self.active_requests)
         expected = self.cache.expect(first, busy)
         order = self.order.sort(names, expected, busy)
@@ -166,7 +166,7 @@ class _Admission:
 
 @functools.cache
 def scheduler_class(name: str) -> type[Scheduler]:
-    """The engine's scheduler of that name, with admission by the compressed cache."""
+    """Returns the engine's scheduler of that name, with admission by the compressed cache."""
     if name not in SCHEDULER_MAPPING:
         raise ValueError(f"scheduler_type={name!r} is unknown; use one of {sorted(SCHEDULER_MAPPING)}.")
     base = SCHEDULER_MAPPING[name]
@@ -174,22 +174,22 @@ def scheduler_class(name: str) -> type[Scheduler]:
 
 
 class DiffKVBatchProcessor(ContinuousBatchProcessor):
-    """Fails a request whose part of a forward went wrong, and that one alone; counts tokens."""
+    """Fails only the request whose part of a forward went wrong, and counts tokens."""
 
     cache: ContinuousCache
     prompt_tokens = generated_tokens = 0
-    # stands in for the model, where steps are captured
+    # stands in for the model if steps are captured
     captured: CapturedSteps | None = None
 
     def _generation_step(self, model: Any) -> None:
         stream = self.inputs_and_outputs.compute_stream
         if stream is not None:
-            # compaction, copies of prefixes and forks run on the current stream, the forward on one of its own
+            # compaction, copies of prefixes and forks run on the current stream, the forward on its own
             stream.wait_stream(torch.cuda.current_stream(self.model_device))
         super()._generation_step(model if self.captured is None else self.captured)
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
-        # forks that are still to come are waited for as well
+        # clients also wait for forks that are still to come
         names = children(state.request_id, state.num_children)
         state.num_children = 0
         self._fail(error, state)
@@ -197,7 +197,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
             self._fail(error, RequestState(name, state.initial_tokens))
 
     def _fail(self, error: Exception, state: RequestState) -> None:
-        """Fails a request. Another one of its name goes on and keeps its text to itself."""
+        """Fails a request. Another one of the same name continues and keeps its own text."""
         waiting = self.scheduler.waiting_requests.get(state.request_id)
         known = self.scheduler.active_requests.get(state.request_id, waiting)
         if known is not None and known is not state:
@@ -208,7 +208,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         super()._handle_request_error(error, state)
 
     def fail_all_requests(self, error: Exception) -> None:
-        """Fails all requests, and tells all of them before memory is given back: a device that failed takes none."""
+        """Fails all requests. Notifies all before freeing memory, which a failed device may not allow."""
         for state in self.scheduler.active_requests.values():
             self._handle_request_error(error, state)
         self.scheduler.active_requests.clear()
@@ -226,7 +226,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
             if state.request_id in failures:
                 self._handle_request_error(failures[state.request_id], state)
                 self.scheduler.finish_request(state.request_id)
-                # the token that was computed for it goes nowhere
+                # the token that was computed for it is dropped
                 future.state = _nobody()
                 continue
             if state.generated_len() == 0:

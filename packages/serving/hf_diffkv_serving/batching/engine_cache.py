@@ -1,6 +1,6 @@
 """Cache for Transformers' continuous batching engine on slots of compressed stores.
 
-The engine counts memory in blocks of a request. Here a block is a page, and the need of a request is an upper bound
+The engine counts memory in blocks of a request. Here a block is a page, and a request's need is an upper bound
 whose unused rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .linear_states import LinearStates
     from .sliding import SlidingWindows
 
-# what stands behind the placeholders of its prompts, which have no images
+# content of the placeholders in prompts, which have no images
 TEXT_ALONE: dict[str, Any] = {}
 _logger = logging.getLogger("hf_diffkv")
 
@@ -45,7 +45,7 @@ class ServingStatistics:
     Attributes:
         memory: memory at this moment.
         waiting: number of requests without memory, including preempted ones.
-        prompt_tokens: number of computed prompt tokens; a preempted request counts anew.
+        prompt_tokens: number of computed prompt tokens; a preempted request counts again.
         generated_tokens: number of tokens handed out.
         preemptions: number of times that a request lost its memory to others.
     """
@@ -86,19 +86,19 @@ class _Allocator:
         return past_length + query_length
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> np.ndarray:
-        # the engine hands it on to `count_storable_requests` and does nothing else with it
+        # the engine only passes it on to `count_storable_requests`
         return self._cache.least_need(request_id, query_length)
 
 
 class ContinuousCache(PackedCache):
-    """Stands where the engine has its `PagedAttentionCache`.
+    """Takes the place of the engine's `PagedAttentionCache`.
 
     Args:
-        slots: hold the requests, in layers of full attention.
+        slots: slots that hold the requests, in full-attention layers.
         full_layers: indices of these layers in the model.
-        max_batch_tokens: tokens of a forward, all requests together.
-        sliding: holds them in layers with sliding windows, where there are any.
-        linear: holds their states of linear attention, where there are any.
+        max_batch_tokens: maximum tokens per forward, over all requests.
+        sliding: windows of the requests in sliding-window layers, if there are any.
+        linear: states of the requests in linear attention, if there is any.
     """
 
     # nothing is shared between requests, read by index, or read by a kernel of the engine
@@ -115,34 +115,34 @@ class ContinuousCache(PackedCache):
         linear: LinearStates | None = None,
     ) -> None:
         self.slots, self.sliding, self.linear = slots, sliding, linear
-        # index in the slots of each layer of full attention
+        # index in the slots of each full-attention layer
         self._place_of = {layer: place for place, layer in enumerate(full_layers)}
         self.max_batch_tokens = max_batch_tokens
         self.device, self.dtype = slots.device, slots.dtype
         self.num_blocks = sum(part.max_pages for part in slots.parts)
-        # the engine asks for it to swap blocks out, which is not done here
+        # the engine uses it to swap blocks out, which is not done here
         self.bytes_per_sector = max(part.store.layout.page_bytes for part in slots.parts)
         self.pool = _Pool(self)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
         self.peak_bytes = self.bytes
         # requests that lost their memory to others
         self.preemptions = 0
-        # a `PrefixStore`, where prefixes are kept
+        # a `PrefixStore` if prefixes are kept
         self.prefixes: Any = None
         self.beginnings = Beginnings()
         self._last_layer = max((*full_layers, *(() if sliding is None else sliding.layers)))
         self._slot_of: dict[str, int] = {}
-        # what those with a slot began with, where prefixes are kept
+        # first tokens of requests with a slot if prefixes are kept
         self._began = FirstTokens()
         self._coming: list[tuple[str, int]] = []
-        # prompts of requests that wait, and what they will find
+        # prompts of waiting requests, and the prefixes they will find
         self._prompts: dict[str, Tensor] = {}
         self._expected: dict[str, ExpectedPrefix] = {}
-        # those that cannot share the pages that they were counted to share
+        # requests that cannot share the pages that they were expected to
         self._differs: set[str] = set()
-        # whether the request that was looked up last has a prefix, and no room for its prompt
+        # whether the request looked up last has a prefix but no room for its prompt
         self._no_room = False
-        # when the engine last had nothing under way; its first step is watched too
+        # when the engine last had nothing under way; may be read during its first step too
         self._finished = self._moment()
 
     @property
@@ -152,16 +152,16 @@ class ContinuousCache(PackedCache):
 
     @property
     def places(self) -> int:
-        """Number of requests that may come beside those that hold memory."""
+        """Number of requests that may join those that hold memory."""
         return self.slots.room.most - len(self._slot_of)
 
     def memory(self) -> ServingMemory:
-        """Returns the memory at this moment, for other threads than the engine's after its last finished step."""
+        """Returns the memory at this moment, or, on other threads than the engine's, after its last finished step."""
         finished = self._finished
         return self._moment().memory if finished.thread == threading.get_ident() else finished.memory
 
     def publish(self) -> None:
-        """Shows other threads the memory of this moment, when nothing is under way, without waiting for the device."""
+        """Shows other threads this moment's memory while nothing is under way, without waiting for the device."""
         self._finished = self._moment()
 
     def _moment(self) -> Moment:
@@ -174,7 +174,7 @@ class ContinuousCache(PackedCache):
             max_new_tokens: most new tokens; None for as many as there is room for.
 
         Raises:
-            ValueError: there is not enough room, no prompt, or no new token is wanted.
+            ValueError: there is not enough room, no prompt, or `max_new_tokens` is no positive integer.
         """
         if prompt_tokens == 0:
             raise ValueError("the prompt is empty; a request needs at least one token.")
@@ -193,12 +193,12 @@ class ContinuousCache(PackedCache):
         return allowed if max_new_tokens is None else max_new_tokens
 
     def least_need(self, request_id: str, tokens: int) -> np.ndarray:
-        """Pages that `tokens` more tokens of a request take at most, as `Slots.least_need`."""
+        """Returns the pages that `tokens` more tokens of a request need, like `Slots.least_need`."""
         return self.slots.least_need(self._slot_of.get(request_id), tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         slot = self._slot_of.get(state.request_id)
-        # a part of it could be computed, but what is kept of it is worth waiting for
+        # part of it could be computed, but its kept prefix is worth waiting for
         waits = slot is None and self._no_room
         self._no_room = False
         if waits or not self._make_room(slot, request_len):
@@ -244,7 +244,7 @@ class ContinuousCache(PackedCache):
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         slot = self._slot_of.pop(request_id, None)
-        # the engine passes this flag for those that it puts back
+        # the engine passes this flag for requests that it puts back
         self.preemptions += no_cache and slot is not None
         self._began.remove(request_id)
         self._differs.discard(request_id)
@@ -271,12 +271,12 @@ class ContinuousCache(PackedCache):
         return self.prefixes is not None
 
     def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, ExpectedPrefix]:
-        """Announces requests that wait, by name with their prompts; what each will find of a prefix.
+        """Announces waiting requests, by name with their prompts. Returns the prefix that each will find.
 
-        While there is no place for any of them, the store is asked for new ones only.
+        While there is no place for any of them, the store is asked only if they have changed.
 
         Args:
-            load: have their prefixes loaded meanwhile.
+            load: whether to load their prefixes meanwhile.
         """
         known = waiting.keys() == self._expected.keys()
         if self.prefixes is None or known and not (waiting and self.slots.has_place):
@@ -292,10 +292,10 @@ class ContinuousCache(PackedCache):
         return self._expected
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
+        """Gives a waiting request a slot with the longest kept prefix. Returns the number of its tokens."""
         prompt = torch.tensor(prompt_ids)
         expected = self._expected.get(request_id, ExpectedPrefix()).tokens
-        # what nobody announced may have a prefix too
+        # a request that was not announced may have a prefix too
         first = prompt[: expected or len(prompt_ids)]
         alike, common = self._began.alike(first, lambda name: self.slots.seen(self._slot_of[name]))
         shared = 0 if request_id in self._differs else min(common, expected)
@@ -316,7 +316,7 @@ class ContinuousCache(PackedCache):
             except NO_MEMORY as error:
                 _logger.info("request %s cannot begin with a prefix that is kept: %s", request_id, error)
                 self.free_blocks(request_id)
-                # it waits for pages of its own, once, if there is anyone to give them back
+                # it waits for its own pages, once, if other requests can give some back
                 self._no_room = bool(self._slot_of) and request_id not in self._differs
                 self._differs.add(request_id)
                 return 0
@@ -325,7 +325,7 @@ class ContinuousCache(PackedCache):
         return length
 
     def keep_prefix(self, request_id: str, input_ids: list[int]) -> None:
-        """Keeps what a request holds, where prefixes are kept."""
+        """Keeps what a request holds, if prefixes are kept."""
         slot = self._slot_of.get(request_id)
         if self.prefixes is not None and slot is not None:
             held = self.slots.held(slot)
@@ -339,7 +339,7 @@ class ContinuousCache(PackedCache):
         return {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Called for each request when a forward has run."""
+        """Keeps a request's prefix at a cut. Called for each request after a forward."""
         slot = self._slot_of.get(state.request_id)
         if self.prefixes is not None and slot is not None and not state.generated_tokens:
             seen = self.slots.seen(slot)
@@ -350,8 +350,8 @@ class ContinuousCache(PackedCache):
         return False
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict) -> list[str]:
-        """Copies a request for each of `dst_req_ids` that there is room for; returns those."""
-        # a request that failed has none, and no children to come
+        """Copies a request to those of `dst_req_ids` for which there is room, and returns them."""
+        # a failed request has no slot, and no children to come
         for count, request_id in enumerate(dst_req_ids):
             made = self._make_room(None, 0)
             source = self._slot_of.get(src_state.request_id)
@@ -379,7 +379,7 @@ class ContinuousCache(PackedCache):
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: list | None, write_index: list
     ) -> None:
-        """Called for each request of a batch, in the order in which they are packed."""
+        """Notes a request of the batch. Called for each one, in the order in which they are packed."""
         if self.slots.seen(self._slot_of[request_id]) != past_length:
             raise RuntimeError(
                 f"request {request_id} goes on after {past_length} tokens but "
@@ -396,7 +396,7 @@ class ContinuousCache(PackedCache):
         softmax: Softmax,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """Computes attention of a layer.
+        """Computes the attention of a layer.
 
         Args:
             sliding_window: window that the model passes; unused, as the layers' windows are known.
@@ -414,18 +414,16 @@ class ContinuousCache(PackedCache):
         return output
 
     def begin_steps(self) -> list[int]:
-        """Starts the forward; the slots of its tokens where every request has one, and nothing is done for the first
-        time for any.
-        """
+        """Starts the forward. Returns `Slots.only_steps`."""
         self._begin()
         return self.slots.only_steps()
 
     def attend_steps(self, layer: int, rows: Sequence[Tensor], softmax: Softmax, stepping: Tensor) -> Tensor:
-        """Attention of a layer of full attention, as `Slots.attend_steps`."""
+        """Computes the attention of a full-attention layer, like `Slots.attend_steps`."""
         return self.slots.attend_steps(self._place_of[layer], rows, softmax, stepping)
 
     def run_linear(self, module: LinearModule, hidden_states: Tensor) -> Tensor:
-        """A module that keeps states, for the packed tokens; as `LinearStates.run`."""
+        """Runs a module that keeps states on the packed tokens, like `LinearStates.run`."""
         if self.linear is None:
             raise RuntimeError(f"{type(module.module).__name__} keeps states that nobody holds; please report it.")
         self._begin()

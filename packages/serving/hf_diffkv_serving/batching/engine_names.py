@@ -1,6 +1,6 @@
 """Names of Transformers' continuous batching engine that this package uses.
 
-Importing this module raises `ImportError` where a release has another engine (`compat.BATCHING`).
+Importing this module raises `ImportError` if the release has a different engine (`compat.BATCHING`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = [
     "knowing_layers",
 ]
 
-# between the name of a request and the number of a further answer to its prompt
+# separates a request's name from the number of a further answer to its prompt
 CHILD = "__child#"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# tokens by which prompts are found: with fewer in common nothing is stored that could be shared
+# tokens by which prompts are found; with fewer in common, there is nothing to share
 KEY_TOKENS = 16
 
 Key = tuple[int, ...]
@@ -38,7 +38,7 @@ class FirstTokens:
                 del self._prompts[key]
 
     def alike(self, input_ids: Tensor, seen: Callable[[str], int]) -> tuple[str | None, int]:
-        """Returns the request that shares the most first tokens with `input_ids` and their number; None and 0 if none.
+        """Returns the request that shares the most leading tokens with `input_ids`, and their number, or None and 0.
 
         Args:
             seen: function from a request's name to the number of its tokens at this moment.

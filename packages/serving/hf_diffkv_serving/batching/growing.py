@@ -1,6 +1,6 @@
-"""A tensor of layers and slots that changes its size where it stands, a layer at a time.
+"""A tensor of layers and slots that is resized in place, one layer at a time.
 
-So memory for more slots, or for longer requests, is never needed twice.
+Memory for more slots, or for longer requests, is therefore never needed twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GrowingTensor:
 
     @property
     def granularity(self) -> int:
-        """Bytes of which memory is taken in multiples; 0 if it does not matter."""
+        """Bytes in multiples of which memory is taken; 0 if any size is possible."""
         return self._memory.granularity
 
     @property
@@ -41,21 +41,21 @@ class GrowingTensor:
 
     @property
     def grows_in_place(self) -> bool:
-        """Whether growing takes no more than what is added."""
+        """Whether growing takes only the memory that is added."""
         return self._memory.grows_in_place
 
     def resize(self, shape: tuple[int, ...], place: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Makes the tensor `shape`, with as many layers as before.
+        """Changes the shape to `shape`, with as many layers as before.
 
         Args:
-            place: function that is called with each layer's index, its new tensor of zeros, and a copy of its old one.
+            place: function called with each layer's index, its new tensor of zeros, and a copy of its old one.
 
         Raises:
             MemoryError: the device has no memory; nothing has changed then.
         """
         old = self.tensor
         layers, before, after = old.shape[0], old[0].numel(), math.prod(shape[1:])
-        # no layer is written to before it was read
+        # no layer is overwritten before it is read
         order = range(layers - 1, -1, -1) if after > before else range(layers)
         flat = self._resized((layers * max(before, after),), old.dtype)
         for layer in order:

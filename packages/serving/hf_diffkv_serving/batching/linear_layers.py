@@ -1,7 +1,7 @@
-"""Modules of a model that keep a state per request, as linear attention and short convolutions do.
+"""Modules of a model that keep a state per request, such as linear attention and short convolutions.
 
 Transformers' engine packs the tokens of all requests into one row, where such a module would carry the state of one
-request into the next. So its forward is taken over: each request's tokens run with the request's own state.
+request into the next. Its forward is therefore replaced: each request's tokens run with the request's own state.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hf_diffkv.compat import CACHE_NAMES
 
 # what such a module calls on a cache
 UPDATES = {"update_conv_state", "update_recurrent_state"}
-# scans that begin without a state even where one is there
+# scans that begin without a state even if there is one
 STATELESS_SCANS = {"mamba_selective_scan"}
 CACHE_ARGUMENTS = ("cache_params", *CACHE_NAMES)
 
 
 class LinearModule:
-    """One such module, which runs as the model has it, or as `take_over` says.
+    """One such module, which runs its own forward or the one from `take_over`.
 
     Attributes:
         layer: index of its layer.
-        goes_on: whether several tokens may follow on a state; if not, they do so one by one.
+        goes_on: whether several tokens at once may continue from a state; if not, they run one by one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,12 +35,12 @@ class LinearModule:
         original = _original(module)
         self.goes_on = not STATELESS_SCANS & set(original.__code__.co_names)
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in inspect.signature(original).parameters)
-        # what stood in the place of the class's forward, and whether ours does now
+        # what replaced the class's forward before, and whether ours does now
         self._forward: Callable[..., Tensor] | None = None
         self._taken = False
 
     def take_over(self, run: Callable[[LinearModule, Tensor], Tensor]) -> None:
-        """Replaces the module's forward by `run`, called with this object and hidden states [1, tokens, hidden]."""
+        """Replaces the module's forward with `run`, called with this object and hidden states [1, tokens, hidden]."""
         self.give_back()
         self._forward = self.module.__dict__.get("forward")
 
@@ -51,7 +51,7 @@ class LinearModule:
         self._taken = True
 
     def give_back(self) -> None:
-        """Gives the module its own forward back."""
+        """Restores the module's own forward."""
         if not self._taken:
             return
         self._taken = False
@@ -61,7 +61,7 @@ class LinearModule:
             self._forward = None
 
     def run(self, hidden_states: Tensor, states: LinearAttentionLayer) -> Tensor:
-        """The module's own forward of rows that each have a state, which it changes.
+        """Runs the module's own forward on rows that each have a state, which it updates.
 
         Args:
             hidden_states: [rows, tokens, hidden].
@@ -76,10 +76,10 @@ class LinearModule:
 
 
 def find_modules(decoder: nn.Module) -> list[LinearModule]:
-    """All of a model's modules that keep states, in the order of layers.
+    """Returns all modules of a model that keep states, in the order of layers.
 
     Raises:
-        ValueError: one that does so otherwise than on hidden states of its layer, or several of one layer.
+        ValueError: a module keeps states other than in a forward of hidden states, or a layer has several.
     """
     found: list[LinearModule] = []
     for module in decoder.modules():
@@ -101,6 +101,6 @@ def _original(module: nn.Module) -> Any:
 
 
 def _names(forward: Any, owner: type) -> set[str]:
-    """Names that a class's forward uses, or any other of its own methods."""
+    """Returns the names that a class's forward, or any of its own methods, uses."""
     own = (inspect.unwrap(member) for member in vars(owner).values() if inspect.isfunction(member))
     return {name for function in (forward, *own) for name in getattr(function, "__code__", _names).co_names}

@@ -20,9 +20,9 @@ class LinearStates:
     """The states of every slot, in all layers that have some.
 
     Args:
-        templates: a layer of the cache as the model leaves it for one request, by index.
+        templates: cache layers as the model leaves them for one request, by index.
 
-    There is one slot at first.
+    Initially there is one slot.
     """
 
     def __init__(self, templates: dict[int, LinearAttentionLayer]) -> None:
@@ -41,11 +41,11 @@ class LinearStates:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device, of requests that are there or not."""
+        """Bytes on the device, including those of idle slots."""
         return sum(state.nbytes for state in self._held.values())
 
     def bytes_for(self, slots: int, tokens: int) -> int:
-        """Implements `slot_room.PerSlot`. During a change of their number, one layer's states are held twice."""
+        """Implements `slot_room.PerSlot`. While the number of slots changes, one state tensor is held twice."""
         return slots * self._slot_bytes + max(state.nbytes for state in self._held.values())
 
     def resize(self, slots: int, tokens: int) -> None:
@@ -93,7 +93,7 @@ class LinearStates:
             [1, tokens, hidden].
 
         Raises:
-            HandOverError: this is no forward that was begun.
+            HandOverError: the forward was not started by `begin`.
         """
         if module.layer not in self._to_run or hidden_states.shape[:2] != (1, self._tokens):
             raise HandOverError(
@@ -120,7 +120,7 @@ class LinearStates:
         return LinearAttentionLayer(self._templates[layer].number_of_states)
 
     def _of(self, layer: int, slots: Tensor) -> LinearAttentionLayer:
-        """A layer with copies of the states of `slots`."""
+        """Returns a cache layer with copies of the states of `slots`."""
         template, found = self._templates[layer], self._fresh(layer)
         for name, index, _ in _states(template):
             getattr(found, name)[index] = self._held[layer, name, index][slots]
@@ -136,6 +136,6 @@ class LinearStates:
 
 
 def _states(layer: LinearAttentionLayer) -> list[tuple[str, int, Tensor]]:
-    """Name, index and tensor, [rows, ...], of each state that a layer has."""
+    """Returns name, index and tensor [rows, ...] of each state of a layer."""
     held = [(name, index, state) for name in STATES for index, state in getattr(layer, name).items()]
     return [(name, index, state) for name, index, state in held if state is not None]

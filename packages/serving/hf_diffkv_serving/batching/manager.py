@@ -47,7 +47,7 @@ from .sizes import make_slots, try_attention
 from .sliding import SlidingWindows
 from .until_full import config_of_slots, lowers, rung_config
 
-# tokens of a forward where the user says nothing, as in Transformers
+# default limit on the tokens per forward, as in Transformers
 MAX_BATCH_TOKENS = 8192
 NOT_THERE = {
     "use_async_batching": "batches overlap, and memory is counted between them (docs/serving.md)",
@@ -60,20 +60,20 @@ NOT_THERE = {
 
 
 class DiffKVBatchingManager(ContinuousBatchingManager):
-    """A `ContinuousBatchingManager` whose cache is compressed; made by `init_continuous_batching` and all that call it.
+    """A `ContinuousBatchingManager` with a compressed cache. `init_continuous_batching` and its callers make it.
 
     Args:
         model: model to run.
-        fields: fields of `DiffKVConfig`, or a `DiffKVConfig` under "config". `max_bytes` is the budget; with
-            `until_full` named, rows are lowered when it is full.
+        fields: fields of `DiffKVConfig`, or a `DiffKVConfig` under "config". `max_bytes` is the budget; if
+            `until_full` is named, rows are lowered when it is full.
         generation_config, continuous_batching_config, workload_hints: options of Transformers.
             `max_requests_per_batch` limits the requests in flight. Without `max_bytes`, `max_memory_percent` of the
             free memory is the budget.
 
     Raises:
         UnsupportedModelError, HandOverError: the model cannot be batched continuously with this cache.
-        ValueError: options that do not go with it.
-        MemoryError: the budget does not hold one request.
+        ValueError: options that this cache does not support.
+        MemoryError: the budget cannot hold one request.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self.prefixes: Any = None
         # whether its thread was started from here
         self._moving = False
-        # the base would switch the attention back while its loop may still be running
+        # the base class would switch the attention back while its loop may still be running
         self._stopping = False
         self.records = Records()
-        # what ended the engine, known before its last outputs come
+        # error that ended the engine, known before its last outputs arrive
         self.failure: Exception | None = None
         self.model = model
         give_back_when_dropped(model, self)
@@ -119,7 +119,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """Switches `model` to the packed attention.
 
         Raises:
-            ModelInUseError: a `generate()` call needs another attention of it.
+            ModelInUseError: a `generate()` call needs a different attention.
         """
         check_no_call(model)
         borrow(model, self)
@@ -137,19 +137,19 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     @property
     def replaces_layers(self) -> bool:
-        """Whether layers of the model run differently while the manager has it."""
+        """Whether layers of the model run differently while the manager uses it."""
         return bool(self._modules)
 
     def start(self) -> None:
-        """Starts the manager, also again after a `stop`.
+        """Starts the manager, or restarts it after a `stop`.
 
         Raises:
-            MemoryError: the budget, a share of what is free, holds no request any more.
+            MemoryError: the budget, a share of what is free, can no longer hold a request.
         """
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
             if self.failure is not None:
-                # what it had begun to change may be half changed
+                # a change that it had begun may be half done
                 self._cache = self.batch_processor = self.failure = None
             try:
                 # requests may be added from here on, and ask for room
@@ -185,7 +185,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def _run_generation_loop(self, **kwargs: Any) -> None:
         if "use_inference_mode" in kwargs:
-            # what is held outlives the mode of whoever asked for it
+            # the cache outlives its caller's inference mode
             kwargs["use_inference_mode"] = False
         super()._run_generation_loop(**kwargs)
         if self._stopping:
@@ -205,11 +205,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """Adds a request. The record of a named one is also added to `records.brought` of the context.
 
         Args:
-            boundaries: numbers of first tokens that other requests may share. If prefixes are kept, the prompt is
+            boundaries: numbers of leading tokens that other requests may share. If prefixes are kept, the prompt is
                 computed in parts that end there.
 
         Raises:
-            ValueError: a boundary that is not within the prompt, or a sampling beside `return_logprobs`.
+            ValueError: a boundary outside the prompt, or a sampling together with `return_logprobs`.
         """
         marks = check_marks(boundaries, len(input_ids))
         check_logprobs(logit_processor_kwargs.get("sampling"), self.continuous_batching_config.return_logprobs)
@@ -240,22 +240,22 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         boundaries: Iterable[int] = (),
         **options: Any,
     ) -> RequestRecord:
-        """Adds a request with its own sampling. Its outputs are routed as by `add_request`.
+        """Adds a request with its own sampling. Its outputs are routed as with `add_request`.
 
         Args:
             sampling: sampling of its tokens.
-            max_new_tokens: most tokens of each answer.
+            max_new_tokens: maximum tokens per answer.
             boundaries: boundaries for `add_request`.
             **options: other fields of the engine's `RequestState`. `num_children` is the number of answers after the
-                first. `engine_names.children` has their names, and the prompt is computed once.
+                first. `engine_names.children` returns their names, and the prompt is computed once.
 
         Returns:
             The record of the first answer, which has the prompt's tokens.
 
         Raises:
-            RuntimeError: the engine is stopped or failed.
+            RuntimeError: the engine has stopped or failed.
             queue.Full: `max_queue_size` requests have not reached the engine yet.
-            ValueError: a boundary that is not within the prompt, or a sampling beside `return_logprobs`.
+            ValueError: a boundary outside the prompt, or a sampling together with `return_logprobs`.
         """
         marks = check_marks(boundaries, len(input_ids))
         check_logprobs(sampling, self.continuous_batching_config.return_logprobs)
@@ -278,9 +278,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         return records[0]
 
     def end_request(self, request_id: str, finish_reason: str) -> None:
-        """Ends a request before the next forward and frees what it holds; who waits for it gets what there is of it.
+        """Ends a request before the next forward and frees what it holds.
 
-        Unlike after `cancel_request` an output comes: a finished one, with the tokens so far.
+        Unlike `cancel_request`, it delivers an output: a finished one with the tokens so far.
 
         Args:
             finish_reason: finish reason for its record.
@@ -291,7 +291,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self.cancel_request(request_id)
 
     def _note_cancelled(self, state: RequestState) -> None:
-        """Called by the engine's thread when a request was cancelled and holds nothing any more."""
+        """Ends the answers of a cancelled request. Called by the engine's thread once it holds nothing."""
         for name in (state.request_id, *children(state.request_id, state.num_children)):
             record = self.records.get(name)
             if record is not None and record.ending:
@@ -300,12 +300,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 self.records.close(name, "cancelled")
                 self.output_router.deliver(ended.to_generation_output())
             else:
-                # nothing comes for whoever waits
+                # nothing comes for its handler
                 self.output_router.result_handlers.pop(name, None)
             self.records.close(name, "cancelled")
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        # whoever learns that a request failed may ask whether the engine did
+        # a client that learns that its request failed may ask whether the engine did
         self.failure = error
         super()._handle_critical_error(error, batch_processor)
 
@@ -314,13 +314,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         return None if (cache := self._cache) is None else cache.memory()
 
     def use_prefixes(self, prefixes: Any) -> None:
-        """Lets requests begin with prefixes of earlier ones, and keeps prefixes at their end.
+        """Lets requests begin with prefixes of earlier ones, and keeps their own at their end.
 
         Args:
-            prefixes: a `PrefixStore` of this model and configuration.
+            prefixes: `PrefixStore` for this model and configuration.
 
         Raises:
-            ValueError: it is of another model or configuration, or the model keeps states.
+            ValueError: it is for another model or configuration, or the model keeps states.
         """
         if self._modules:
             raise ValueError(
@@ -360,12 +360,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     @property
     def waiting(self) -> int:
-        """Number of requests without memory. Any thread may read it, and `places` too."""
+        """Number of requests without memory. Any thread may read it and `places`."""
         return self.input_queue.qsize() + self._held_up
 
     @property
     def places(self) -> int:
-        """Requests that may still be let in, if there are pages; none while some wait that could not be."""
+        """Number of requests that may still be admitted if there are pages; 0 while others wait."""
         return 0 if (cache := self._cache) is None or self._held_up else cache.places
 
     @property
@@ -373,7 +373,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         return 0 if (processor := self.batch_processor) is None else len(processor.scheduler.waiting_requests)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
-        """Calls `ContinuousCache.check_request` before anything is added. Raises `ValueError` if nothing runs, too."""
+        """Calls `ContinuousCache.check_request` before anything is added. Also raises `ValueError` if nothing runs."""
         if (cache := self._cache) is None:
             raise ValueError("the manager is stopped; start it before adding requests.")
         return cache.check_request(prompt_tokens, max_new_tokens)
@@ -474,10 +474,10 @@ def make_manager(
 
 
 def _checked_options(given: ContinuousBatchingConfig, generation_config: GenerationConfig) -> ContinuousBatchingConfig:
-    """Copies the user's options of the engine, without those that this cache has no use for.
+    """Copies the user's engine options, without those that this cache does not use.
 
     Raises:
-        ValueError: something that is not there is asked for.
+        ValueError: the options ask for an unsupported feature.
     """
     options = copy.deepcopy(given)
     for name, reason in NOT_THERE.items():
@@ -493,7 +493,7 @@ def _checked_options(given: ContinuousBatchingConfig, generation_config: Generat
 
 
 def _longest(model: Any, hints: Any) -> int | None:
-    """Tokens of the longest request to plan for; None is as long as fits. A hint of 0 says nothing."""
+    """Returns the tokens of the longest request to plan for; None for as many as fit. A hint of 0 is ignored."""
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if hints is None or not (hints.max_prompt_length and hints.max_generated_length):
         return positions

@@ -1,4 +1,4 @@
-"""Memory of continuous batching at a moment, of which the device is asked only if somebody asks for it."""
+"""Memory of continuous batching at a moment. The device is read only if the figures are wanted."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class ServingMemory:
 
     Attributes:
         requests: number of requests in flight, including prompts under way.
-        slots: number of slots, which grows and shrinks with the need.
+        slots: number of slots, which grows and shrinks with demand.
         longest: tokens of the longest request that is admitted.
         held_bytes: bytes of windows, tables, scratch memory, and the pages of requests.
-        peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
+        peak_bytes: peak bytes on the device after any forward, including free pages, which stay for later requests.
         max_bytes: budget in bytes.
-        free_share: free share, 0 to 1, of the pages that the budget allows beside the slots.
-        until_full: name of the precision of all tokens until the budget is full, "K8V8/K6V5" if it is another one in
-            some layers; None if no heads are lowered then.
-        precise_share: share, 0 to 1, of the stored tokens of all heads that have it.
+        free_share: free share, 0 to 1, of the pages that the budget allows besides the slots.
+        until_full: name of the precision of all tokens until the budget is full, such as "K8V8/K6V5" if layers differ;
+            None if no heads are lowered then.
+        precise_share: share, 0 to 1, of the stored tokens of all heads that have this precision.
         lowered: number of tokens over layers and heads that were lowered after they were stored.
-        room: number of tokens that each request in flight can still get, at least, once all heads are lowered.
+        room: minimum number of tokens that each request in flight can still get once all heads are lowered.
     """
 
     requests: int
@@ -46,13 +46,13 @@ class ServingMemory:
 
 
 class Moment:
-    """Memory when this object is made. Making it copies the pools' counts but does not wait for the device.
+    """Memory at the time this object is made. Making it copies the pools' counts but does not wait for the device.
 
     Args:
         slots: slots of the requests.
         requests: number of requests that hold memory.
-        held: bytes that the device holds for all requests, free pages included.
-        peak: most bytes so far.
+        held: bytes that the device holds for all requests, including free pages.
+        peak: peak bytes so far.
 
     Attributes:
         thread: identifier of the thread that made it.
@@ -74,7 +74,7 @@ class Moment:
 
     @cached_property
     def memory(self) -> ServingMemory:
-        """The figures. Reads the device at the first call."""
+        """Figures of that moment. The first read waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         free = self._counts[:, FREE].tolist()

@@ -6,18 +6,18 @@ from collections.abc import Collection, Mapping, Sequence
 
 from hf_diffkv.prefixes.stats import ExpectedPrefix
 
-# requests that may get memory before one that came earlier
+# later requests that may get memory before an earlier one
 MOST_OVERTAKEN = 32
-# waiting requests, from the one that came first on, that are ordered and announced to the prefix store
+# waiting requests, earliest first, that are ordered and announced to the prefix store
 LOOK_AHEAD = 32
 
 
 class AdmissionOrder:
     """CaR's order: requests whose prefix is in the device's memory, then those without one, then those whose prefix
-    has to be brought there; among equals, and beyond `LOOK_AHEAD`, the one that came first.
+    has to be loaded there; among equals, and beyond `LOOK_AHEAD`, in order of arrival.
 
     Args:
-        most_overtaken: number of later requests that may get memory before a request; then it is the next one.
+        most_overtaken: number of later requests that may get memory before a request, which is then the next one.
     """
 
     def __init__(self, most_overtaken: int = MOST_OVERTAKEN) -> None:
@@ -28,7 +28,7 @@ class AdmissionOrder:
         """Returns the requests to give memory to, in order.
 
         Args:
-            waiting: names in the order of arrival.
+            waiting: names in order of arrival.
             expected: expected prefixes of some of them.
             busy: whether there are other requests to compute; requests whose prefix is being loaded are then left out.
         """
@@ -40,7 +40,7 @@ class AdmissionOrder:
         return sorted(waiting, key=lambda name: _turn(expected.get(name)))
 
     def note(self, waiting: Sequence[str], admitted: Collection[str]) -> None:
-        """Notes which of the waiting requests, in the order of arrival, have got memory."""
+        """Notes which of the waiting requests, in order of arrival, got memory."""
         overtaken, later = {}, 0
         for name in reversed(waiting):
             if name in admitted:

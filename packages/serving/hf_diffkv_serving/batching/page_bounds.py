@@ -13,8 +13,8 @@ class PageBounds:
 
     Attributes:
         exact: tokens that a request has before the first one leaves its window.
-        page_tokens: int64 [layers, heads], tokens that every page of a row but its last ones holds at least.
-        selects: tokens of a row are chosen for one of two tiers, both of which may end in a page that is not full.
+        page_tokens: int64 [layers, heads], minimum tokens in a page of a row, except its last ones.
+        selects: whether tokens of a row are chosen for one of two tiers, each of which may end in a partial page.
     """
 
     exact: int
@@ -35,7 +35,7 @@ class PageBounds:
         return int((max(0, tokens - self.exact) // self.page_tokens).sum())
 
     def more(self, seen: int, tokens: int, held: int, step: int) -> int:
-        """Returns the most pages that `tokens` more tokens of a request that has seen `seen` take.
+        """Returns the most pages that `tokens` more tokens of a request that has seen `seen` need.
 
         Args:
             held: pages that the request has.

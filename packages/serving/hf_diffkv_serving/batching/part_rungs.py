@@ -1,4 +1,4 @@
-"""Rungs of the rows of one part of the slots, of which each has pages of its own.
+"""Rungs of the rows of one part of the slots. Each part has its own pages.
 
 A row is a layer, slot and KV head. All its tokens are at the precise rung of its part, or at the final one. Heads whose
 final precision is the precise one are never lowered.
@@ -22,19 +22,19 @@ from .page_bounds import PageBounds
 from .slot_part import SlotPart
 from .slot_room import SlotRoom
 
-# one page in so many stays free when a request enters precisely, for the next tokens of all
+# a request enters at the precise rung only if 1 / RESERVE of the pages stays free for next tokens
 RESERVE = 8
 
 
 @dataclass(frozen=True)
 class PartCounts:
-    """What rows of a part hold at a moment.
+    """Contents of a part's rows at a moment.
 
     Attributes:
         tokens: tokens outside windows, int64 [layers, slots, heads].
-        capacity: tokens of a page of each row if all are lowered that may be, int64 of the same shape.
+        capacity: tokens per page of each row if all that may be lowered are, int64 of the same shape.
         precise_tokens: number of tokens in rows at the precise rung.
-        pages: pages that are free, or would be if all were lowered that may be.
+        pages: pages that are free, or would be if all rows that may be lowered were.
     """
 
     tokens: np.ndarray
@@ -43,7 +43,7 @@ class PartCounts:
     pages: int
 
     def fits(self, more: int) -> bool:
-        """Returns whether each row can get `more` tokens once all are lowered that may be."""
+        """Returns whether each row can get `more` tokens once all that may be lowered are."""
         needed = pages_of(self.tokens + more, self.capacity) - pages_of(self.tokens, self.capacity)
         return int(needed.sum()) <= self.pages
 
@@ -68,10 +68,10 @@ class PartRungs:
 
     Args:
         part: part of the slots, without requests.
-        harm: predicted loss by lowering heads; None if it is not known.
+        harm: predicted loss from lowering heads; None if unknown.
 
     Attributes:
-        lowered: number of tokens that were lowered so far.
+        lowered: number of tokens lowered so far.
     """
 
     def __init__(self, part: SlotPart, harm: HarmBetween | None) -> None:
@@ -79,7 +79,7 @@ class PartRungs:
         part.lowers = True
         store = part.store
         self._sizes = (store.layout.high.capacity, store.layout.low.capacity)
-        # of each layer, the heads whose final precision is the low one
+        # heads of each layer whose final precision is the low one
         self._ends_low = store.low_heads[:, 0].cpu().numpy()
         store.lowering.keeps = ~self._ends_low
         known = None if harm is None else harm(store.high, store.low)
@@ -94,7 +94,7 @@ class PartRungs:
         """Chooses the rung of a request that has no tokens yet: precise if all of it fits, with pages to spare.
 
         Args:
-            tokens: tokens of its prompt; 0 takes the final rung.
+            tokens: tokens of its prompt; 0 for the final rung.
         """
         part, store = self.part, self.part.store
         spare = part.unreserved - part.max_pages // RESERVE
@@ -117,7 +117,7 @@ class PartRungs:
         mine = np.zeros(len(seen), dtype=bool)
         mine[list(coming)] = True
         demand = Demand.of_growth(self.part.store, self.part.counts, more[:, None], self.part.final)
-        # pages of one size are counted, not bytes
+        # counts pages of one size, not bytes
         return replace(demand, may_lower=demand.may_lower & (mine[:, None] & ~self._shared()), page_bytes=1)
 
     def choose(self, demand: Demand, pages: int) -> np.ndarray | None:
@@ -132,7 +132,7 @@ class PartRungs:
         return None if chosen is None else chosen[0] > demand.now
 
     def lower(self, chosen: np.ndarray, requests: PlannedRequests) -> None:
-        """Lowers rows, bool [layers, slots, heads], and reserves anew what the requests of these were promised."""
+        """Lowers rows, bool [layers, slots, heads], and renews the reservations of their requests."""
         part = self.part
         self.lowered += int(part.counts[chosen].sum())
         lower_rows(part.store, torch.from_numpy(chosen).to(part.store.device))
@@ -144,14 +144,14 @@ class PartRungs:
             part.reserve(slot, part.need(slot, requests.seen[slot], requests.coming[slot]))
 
     def reclaimable(self, slots: Collection[int]) -> int:
-        """Returns the pages that lowering all rows of `slots` that may be lowered would free."""
+        """Returns the pages that would be freed by lowering all rows of `slots` that may be lowered."""
         demand = self.demand(dict.fromkeys(slots, 0), [0] * self.part.counts.shape[1])
         return int(demand.gain.sum())
 
     def least_need(self, slot: int, seen: int, tokens: int) -> int:
-        """Returns the pages that `tokens` more tokens take if the rows of a request are lowered that may be.
+        """Returns the pages that `tokens` more tokens need if all rows of a request that may be lowered are.
 
-        Pages that lowering what the request holds would free are not taken off; `reclaimable` has them.
+        Pages freed by lowering what the request holds are not subtracted; `reclaimable` counts them.
         """
         of_all = [0] * self.part.counts.shape[1]
         of_all[slot] = seen
@@ -159,7 +159,7 @@ class PartRungs:
         return int((coming.at(coming.last) - held.at(held.last))[:, slot].sum())
 
     def counts(self, slots: list[int]) -> PartCounts:
-        """Returns what the rows of `slots` hold."""
+        """Returns the contents of the rows of `slots`."""
         part = self.part
         tokens, final = part.counts[:, slots], part.final[:, slots]
         low = final | self._ends_low[:, None] & ~self._shared()[:, slots]

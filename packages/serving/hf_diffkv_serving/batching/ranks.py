@@ -1,7 +1,7 @@
-"""Exchange between the ranks of a tensor-parallel model, so that all of them decide alike.
+"""Exchange between the ranks of a tensor-parallel model, so that all make the same decisions.
 
-Every rank schedules the same requests for itself, as in Transformers' engine. A rank's heads may hold other pages than
-another's, so each rank knows the numbers of all. They travel over the engine's group for CPU tensors, so that nothing
+Every rank schedules the same requests for itself, as in Transformers' engine. Ranks may hold different numbers of
+pages, so each knows the numbers of all. They are exchanged over the engine's group for CPU tensors, so that nothing
 waits for the device.
 """
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share the heads of a model; by default it is alone.
+    """This process among those that share the heads of a model; alone by default.
 
     Attributes:
         parallel: ranks and their process group for CPU tensors.
@@ -35,15 +35,15 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else has heads of the model."""
+        """Whether no other process has heads of the model."""
         return self.parallel.size == 1
 
     def in_step(self) -> AbstractContextManager[None]:
-        """`TensorParallel.in_step`: what fails on one rank fails on all."""
+        """Returns `TensorParallel.in_step`: what fails on one rank fails on all."""
         return nullcontext() if self.alone else self.parallel.in_step(CPU)
 
     def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """Returns the smallest of all ranks' numbers."""
         if self.alone:
             return number
         shared = torch.tensor(number)
@@ -51,7 +51,7 @@ class Ranks:
         return int(shared)
 
     def all_of(self, mine: Sequence[bool]) -> list[bool]:
-        """Returns, for each of as many answers on every rank, whether it is True on all ranks."""
+        """Returns, for each answer, whether it is True on all ranks, which must have equally many."""
         if self.alone:
             return list(mine)
         shared = torch.tensor([int(answer) for answer in mine])
@@ -89,7 +89,7 @@ class Ranks:
 
 
 class OtherPart:
-    """Page counts of the same part on another rank, as far as decisions need them.
+    """Page counts of a part on another rank, as far as decisions need them.
 
     They equal that rank's own counts. Attributes and methods are those of `SlotPart`.
 
@@ -97,7 +97,7 @@ class OtherPart:
         bounds: page bounds of the rank's heads.
     """
 
-    # one cannot count elsewhere which pages come free with a request
+    # other ranks cannot tell which pages a request frees
     shares = False
 
     def __init__(self, bounds: PageBounds) -> None:
@@ -107,7 +107,7 @@ class OtherPart:
         self._promised: dict[int, int] = {}
 
     def note(self, numbers: np.ndarray) -> None:
-        """Takes over what `SlotPart.numbers` said there."""
+        """Takes over what `SlotPart.numbers` returned there."""
         self.max_pages, self._free = (int(number) for number in numbers[:2])
         self._held, self._step = np.split(numbers[2:].copy(), 2)
 
@@ -151,5 +151,5 @@ class OtherPart:
 
 
 def other_parts(ranks: Ranks, mine: Sequence[PageBounds]) -> list[list[OtherPart]]:
-    """Parts of every other rank, given the bounds of those here; nothing is known of them until `OtherPart.note`."""
+    """Returns the parts of every other rank, given the bounds of those here. Each is empty until `OtherPart.note`."""
     return [[OtherPart(bounds) for bounds in theirs] for theirs in ranks.others(list(mine))]

@@ -1,4 +1,4 @@
-"""Records of requests in the engine: their tokens, the times of these, and the reason of the end."""
+"""Records of requests in the engine: their tokens and times, and the reason why they ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RequestRecord:
-    """A request on its way through the engine, which fills this in.
+    """Record of a request, which the engine fills in.
 
     Attributes:
         prompt_tokens: number of tokens of its prompt.
@@ -18,7 +18,7 @@ class RequestRecord:
         cached_tokens: number of prompt tokens that came from a kept prefix.
         generated_tokens: number of tokens of its answer so far.
         created, first_token, last_token, ended: times of `time.perf_counter`; None for what has not happened.
-        finish_reason: reason of its end: "stop" at an end-of-text token, "length" at its limit, "cancelled", "error",
+        finish_reason: reason why it ended: "stop" at an end-of-text token, "length" at its limit, "cancelled", "error",
             or the argument of `DiffKVBatchingManager.end_request`; None while it is under way.
         ending: whether `end_request` was called for it.
     """
@@ -36,15 +36,15 @@ class RequestRecord:
     ending: bool = False
 
 
-# where the records of requests go that are added in this context; nowhere by default
+# list for the records of requests added in this context; none by default
 brought: ContextVar[list[RequestRecord] | None] = ContextVar("brought", default=None)
 
 
 class Records:
-    """Records of the requests under way, by name. What is said of names that are unknown is passed over.
+    """Records of the requests under way, by name. Calls for unknown names are ignored.
 
     Attributes:
-        ended: called with each record at its end, on the engine's thread.
+        ended: function called with each record when it ends, on the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -52,24 +52,24 @@ class Records:
         self._open: dict[str, RequestRecord] = {}
 
     def open(self, request_id: str, prompt_tokens: int, boundaries: tuple[int, ...] = ()) -> RequestRecord:
-        """The record of a request that is added; the same one again where it is under way."""
+        """Returns the record of an added request, which is an existing one if it is under way."""
         record = self._open.get(request_id)
         if record is None:
             record = self._open[request_id] = RequestRecord(request_id, prompt_tokens, boundaries)
         return record
 
     def get(self, request_id: str) -> RequestRecord | None:
-        """The record of a request under way."""
+        """Returns the record of a request under way, or None."""
         return self._open.get(request_id)
 
     def note_prefix(self, request_id: str, tokens: int) -> None:
-        """Tokens that need not be computed. Where a request begins anew, after a preemption, the first time counts."""
+        """Notes tokens that need not be computed, unless the request starts over after it has generated tokens."""
         record = self._open.get(request_id)
         if record is not None and not record.generated_tokens:
             record.cached_tokens = tokens
 
     def note_token(self, request_id: str) -> None:
-        """One more token of an answer."""
+        """Notes one more token of an answer."""
         record = self._open.get(request_id)
         if record is not None:
             record.last_token = time.perf_counter()
@@ -77,7 +77,7 @@ class Records:
             record.generated_tokens += 1
 
     def close(self, request_id: str, finish_reason: str) -> None:
-        """The end of a request; a reason that was given before stays."""
+        """Ends a record. A finish reason that it already has is kept."""
         record = self._open.pop(request_id, None)
         if record is None:
             return

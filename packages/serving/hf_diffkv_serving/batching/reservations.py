@@ -1,7 +1,7 @@
 """Reservations of pages in a pool that several owners share.
 
-Pages that a compaction or a prompt is going to need are promised to it beforehand, at most as many as the pool can
-still have. So no owner takes pages that another one counts on, and none runs short halfway.
+Pages that a compaction or a prompt is going to need are promised to it in advance, at most as many as the pool can
+still provide. No owner then takes pages that another one counts on, or runs short halfway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reservations:
         return sum(self._promised.values())
 
     def look_again(self) -> None:
-        """Says that pages were taken or given back."""
+        """Notes that pages were taken or given back."""
         self._free = None
 
     def reserve(self, owner: Hashable, pages: int) -> bool:
@@ -56,7 +56,7 @@ class Reservations:
         self._promised.pop(owner, None)
 
     def rename(self, owner: Hashable, to: Hashable) -> None:
-        """Passes the pages promised to `owner` on to `to`, who has none."""
+        """Passes the pages promised to `owner` on to `to`, which has none."""
         if owner in self._promised:
             self._promised[to] = self._promised.pop(owner)
 
@@ -66,7 +66,7 @@ class Reservations:
         self.look_again()
 
     def provide(self) -> None:
-        """Makes the pool hold what is promised. Raises `MemoryError` where the device has no memory."""
+        """Makes the pool hold what is promised. Raises `MemoryError` if the device has no memory."""
         self.pool.ensure_free(sum(self._promised.values()))
         self.look_again()
 
@@ -74,7 +74,7 @@ class Reservations:
         """Notes that `owner` takes `pages` pages.
 
         Raises:
-            MemoryError: more than it was promised; nothing has changed then.
+            MemoryError: more pages than it was promised; nothing has changed then.
         """
         left = self.promised(owner) - pages
         if left < 0:
@@ -84,13 +84,13 @@ class Reservations:
 
 
 class ReservedPool:
-    """A pool in the hands of one owner, who gets what it was promised and no more."""
+    """View of a pool for one owner, which gets what it was promised and no more."""
 
     def __init__(self, reservations: Reservations, owner: Hashable) -> None:
         self._reservations, self._owner = reservations, owner
 
     def ensure_free(self, count: int, free: int | None = None) -> None:
-        """Takes `count` pages out of what is promised; raises as `Reservations.take` does."""
+        """Takes `count` promised pages. Raises `MemoryError` like `Reservations.take`."""
         self._reservations.take(self._owner, count)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Rungs of the requests in slots: precise while there are pages, and lowered row by row when there are none left.
 
-It is what `generate()` does under a budget (`hf_diffkv/store/lowering.py`), with requests that come and go. Each part
-of the slots has pages of its own and lowers its own rows (part_rungs.py), and a request needs pages in all of them.
+This is what `generate()` does under a budget (`hf_diffkv/store/lowering.py`), with requests that come and go. Each part
+of the slots has its own pages and lowers its own rows (part_rungs.py), and a request needs pages in all of them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hf_diffkv.store.lowering import names_of
 from .part_rungs import PartCounts, PartRungs, PlannedRequests
 from .slot_part import SlotPart
 
-# tokens of rows that are lowered in a forward for requests that wait
+# tokens of rows that a forward may lower for waiting requests
 ROW_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class RungCounts:
-    """What rows hold at a moment.
+    """Contents of rows at a moment.
 
     Attributes:
         precise: names of the precise rungs, from most to fewest bits.
-        lowered: number of tokens that were lowered so far.
+        lowered: number of tokens lowered so far.
         longest: tokens of the longest request.
-        parts: what rows of each part hold.
+        parts: contents of each part's rows.
     """
 
     precise: str
@@ -47,7 +47,7 @@ class RungCounts:
 
     @property
     def room(self) -> int:
-        """Number of tokens that each request can still get, at least, once all are lowered that may be."""
+        """Minimum number of tokens that each request can still get once all rows that may be lowered are."""
         allowed = range(1, self.longest + 1)
         return bisect_left(allowed, True, key=lambda more: not all(part.fits(more) for part in self.parts))
 
@@ -57,28 +57,28 @@ class RungsOfParts:
 
     Args:
         parts: all parts of the slots, without requests.
-        harm: predicted loss by lowering heads; None if it is not known.
+        harm: predicted loss from lowering heads; None if unknown.
     """
 
     def __init__(self, parts: Sequence[SlotPart], harm: HarmBetween | None) -> None:
         self._parts = [PartRungs(part, harm) for part in parts]
         self._precise = names_of([part.store for part in parts], 0)
-        # tokens that may still be lowered for requests that wait, and what these were refused since the last forward
+        # tokens that may still be lowered for waiting requests, and what these were refused since the last forward
         self._left = ROW_TOKENS
         self._in_vain: list[np.ndarray] = []
 
     @property
     def lowered(self) -> int:
-        """Number of tokens that were lowered so far."""
+        """Number of tokens lowered so far."""
         return sum(part.lowered for part in self._parts)
 
     def begin_forward(self) -> None:
-        """Says that another forward is planned from here on."""
+        """Notes that another forward is planned from here on."""
         self._left = ROW_TOKENS
         self._in_vain.clear()
 
     def note_release(self) -> None:
-        """Says that a request has given back what it held."""
+        """Notes that a request has given back what it held."""
         self._in_vain.clear()
 
     def enter(self, slot: int, tokens: int) -> None:
@@ -87,11 +87,11 @@ class RungsOfParts:
             part.enter(slot, tokens)
 
     def lower_for(self, slot: int, tokens: int, sizes: Sequence[tuple[int, int]], requests: PlannedRequests) -> bool:
-        """Lowers rows until a request gets `tokens` more tokens; whether any were lowered.
+        """Lowers rows until a request can get `tokens` more tokens. Returns whether any were lowered.
 
         Args:
             slot: slot of the request.
-            sizes: numbers of slots and tokens that there may be then, the best first (`SlotRoom.sizes_for`).
+            sizes: possible numbers of slots and tokens, best first (`SlotRoom.sizes_for`).
         """
         demands = [part.demand({**requests.coming, slot: tokens}, requests.seen) for part in self._parts]
         chosen = self._choose(demands, np.zeros(len(demands), dtype=np.int64), sizes, requests)
@@ -104,15 +104,15 @@ class RungsOfParts:
         requests: PlannedRequests,
         keep: int | None = None,
     ) -> bool:
-        """Lowers rows until a request that waits gets `need` pages, by part, or as many as may be in a forward.
+        """Lowers rows until a waiting request can get `need` pages, by part, or the limit of a forward is reached.
 
         Args:
             keep: slot whose rows stay as they are; None if there is none.
 
         Returns:
-            Whether any were lowered. There may be too few pages yet.
+            Whether any were lowered. There may still be too few pages.
         """
-        # what was refused is refused until something is given back
+        # a refusal stands until something is given back
         wanted = np.array([*sizes[-1], *need])
         if self._left <= 0 or any((wanted >= vain).all() for vain in self._in_vain):
             return False
@@ -133,10 +133,10 @@ class RungsOfParts:
 
         Args:
             demands: demand of the requests in slots, by part.
-            needs: further pages that are needed, by part.
+            needs: additional pages needed, by part.
 
         Returns:
-            Rows of each part, bool [layers, slots, heads], at least one of all; None if no size gives all parts enough.
+            Rows of each part, bool [layers, slots, heads], at least one in all; None if no size gives all parts enough.
         """
         taken = needs + [part.part.used for part in self._parts]
         for size in dict.fromkeys(sizes):
@@ -149,9 +149,9 @@ class RungsOfParts:
         return None
 
     def _allowed(self, chosen: Sequence[np.ndarray], demands: Sequence[Demand]) -> list[np.ndarray]:
-        """Returns those of the rows `chosen` that may be lowered in this forward for requests that wait.
+        """Returns which of the `chosen` rows may be lowered in this forward for waiting requests.
 
-        These are the first of at most `ROW_TOKENS` tokens all together, or a single row of more.
+        They are the first rows with at most `ROW_TOKENS` tokens in total, or a single row with more.
         """
         places, losses, tokens = [], [], []
         for number, (part, rows, demand) in enumerate(zip(self._parts, chosen, demands)):
@@ -171,14 +171,14 @@ class RungsOfParts:
         return allowed
 
     def _lower(self, chosen: Sequence[np.ndarray], requests: PlannedRequests) -> bool:
-        """Lowers rows of each part, bool [layers, slots, heads]; whether there were any."""
+        """Lowers rows of each part, bool [layers, slots, heads]. Returns whether there were any."""
         for part, rows in zip(self._parts, chosen):
             if rows.any():
                 part.lower(rows, requests)
         return any(rows.any() for rows in chosen)
 
     def reclaimable(self, slots: Collection[int]) -> np.ndarray:
-        """Returns the pages that lowering all rows of `slots` that may be lowered would free, by part."""
+        """Returns what `PartRungs.reclaimable` does, by part."""
         return np.array([part.reclaimable(slots) for part in self._parts])
 
     def least_need(self, slot: int, seen: int, tokens: int) -> np.ndarray:
@@ -186,5 +186,5 @@ class RungsOfParts:
         return np.array([part.least_need(slot, seen, tokens) for part in self._parts])
 
     def counts(self, slots: list[int], longest: int) -> RungCounts:
-        """Returns what the rows of `slots` hold."""
+        """Returns the contents of the rows of `slots`."""
         return RungCounts(self._precise, self.lowered, longest, tuple(part.counts(slots) for part in self._parts))

@@ -1,7 +1,7 @@
-"""Sampling for each request, with its own temperature, limits and seed, whatever else is in the batch.
+"""Sampling per request, with its own temperature, limits and seed, whatever else is in the batch.
 
-The engine samples all requests in one way, and has processors of scores. `RequestSampler` is such a processor: for a
-request with its own sampling it chooses a token and leaves the engine no other.
+The engine samples all requests in the same way, after logits processors. `RequestSampler` is such a processor: for a
+request with its own sampling, it chooses a token and leaves the engine no other.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 
 from .engine_names import CHILD, ContinuousBatchingLogitsProcessor, ContinuousBatchingLogitsProcessorList
 
-# below it the likeliest token is taken, as dividing by it would overflow
+# below this temperature, the likeliest token is taken, as the division would overflow
 GREEDY_BELOW = 1e-5
 LIMITS = ("top_k", "top_p", "min_p")
-# likeliest tokens that are looked at first
+# number of likeliest tokens that are considered first
 SORTED = 1024
-# of the number of an answer, which has to fit 64 bits
+# maximum digits of an answer's number, which has to fit in 64 bits
 MOST_DIGITS = 10
-# how the names of processors end that prepare draws
+# suffix of the names of processors that prepare draws
 WARPER = "LogitsWarper"
-# other ways to leave tokens out that a `GenerationConfig` has, by the value that does nothing
+# other limits of a `GenerationConfig`, with the value that disables each
 OTHER_LIMITS = {"top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of one request's tokens. It goes to the engine as `add_request(..., sampling=Sampling(...))`.
+    """Sampling of one request's tokens. It is passed to the engine as `add_request(..., sampling=Sampling(...))`.
 
     Attributes:
         temperature: divisor of the scores; 0 takes the likeliest token.
         top_k: number of likeliest tokens to draw from; 0 for all.
-        top_p: probability that the tokens to draw from have together; the fewest likeliest ones are taken.
-        min_p: least probability of a token to draw, as a share of the likeliest one's.
+        top_p: total probability of the tokens to draw from, which are the fewest likeliest ones that reach it.
+        min_p: minimum probability of a token to draw, as a share of the likeliest one's.
         seed: seed of the draws. It determines the draw from given scores at a given position of the answer.
         top_logprobs: number of alternatives to note with the logprob of each token; None notes nothing. They are taken
-            from scores before temperature and limits, and come as `TokenLogprobs` in `GenerationOutput.logprobs`.
+            from scores before temperature and limits, and returned as `TokenLogprobs` in `GenerationOutput.logprobs`.
     """
 
     temperature: float = 0.0
@@ -52,7 +52,7 @@ class Sampling:
     top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for what has no meaning."""
+        """Raises `ValueError` for invalid values."""
         bounds = {"temperature": (0, float("inf")), "top_k": (0, float("inf")), "top_p": (0, 1), "min_p": (0, 1)}
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
@@ -95,11 +95,11 @@ class TokenLogprobs:
 
 
 def add_sampler(processors: ContinuousBatchingLogitsProcessorList, draws: bool) -> None:
-    """Puts a `RequestSampler` behind the processors that change scores, and before those that leave tokens out."""
+    """Inserts a `RequestSampler` after the processors that change scores and before those that drop tokens."""
     listed = processors.logits_processor
     place = next((i for i, each in enumerate(listed) if type(each).__name__.endswith(WARPER)), len(listed))
     listed.insert(place, RequestSampler(draws))
-    # it is handed a row for its arguments, and has none
+    # it gets a row for its arguments, and has none
     processors.tensors_required += 1
     processors.supported_keys.update(RequestSampler.supported_kwargs)
     processors.do_processing = True
@@ -115,10 +115,10 @@ def check_logprobs(sampling: Sampling | None, return_logprobs: bool) -> None:
 
 
 class RequestSampler(ContinuousBatchingLogitsProcessor):
-    """Chooses tokens of the requests that have a `Sampling`; those without are left to the engine.
+    """Chooses tokens for the requests that have a `Sampling`. The others are left to the engine.
 
     Args:
-        draws: whether the engine draws tokens, rather than to take the likeliest.
+        draws: whether the engine draws tokens rather than taking the likeliest.
     """
 
     supported_kwargs: dict[str, type] = {"sampling": Sampling}
@@ -126,7 +126,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
 
     def __init__(self, draws: bool) -> None:
         self._draws = draws
-        # of the forward that comes, in the order of the rows of its scores
+        # of the coming forward, in the order of its rows of scores
         self._states: list[Any] = []
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
@@ -137,7 +137,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
         return torch.empty(0, dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """`scores` [rows, vocabulary], float32, with one token left in each row that this chooses for."""
+        """Returns `scores` [rows, vocabulary], float32, with one token left in each row that it decides."""
         found = [(row, state, state.logit_processor_kwargs.get("sampling")) for row, state in enumerate(self._states)]
         asked = [each for each in found if each[2] is not None]
         drawn = [each for each in asked if not each[2].is_greedy]
@@ -189,15 +189,15 @@ def draw(scores: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]
 
 
 def _allowed(ordered: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Returns bool [rows, tokens], whether a token may be drawn; `ordered` are falling probabilities."""
+    """Returns bool [rows, tokens], whether a token may be drawn; `ordered` has descending probabilities."""
     size = ordered.shape[1]
     top_k, top_p, min_p = (_column([getattr(s, name) for s in samplings], ordered) for name in LIMITS)
     of_top_k = torch.arange(size, device=ordered.device) < top_k.where(top_k > 0, size)
-    # the share is one of the tokens that `top_k` leaves
+    # the share is of the tokens that `top_k` leaves
     whole = torch.where(top_k > 0, (ordered * of_top_k).sum(-1, keepdim=True), 1.0)
     likelier = ordered.cumsum(-1) - ordered
     allowed = of_top_k & ((likelier < top_p * whole) | (top_p == 1)) & (ordered >= min_p * ordered[:, :1])
-    # the likeliest goes always
+    # the likeliest may always be drawn
     allowed[:, 0] = True
     return allowed
 
@@ -213,19 +213,19 @@ def _place(weights: Tensor, uniform: Sequence[float]) -> Tensor:
     wanted = torch.tensor(uniform, dtype=torch.float64, device=weights.device)[:, None] * whole
     # a product may round up to the whole
     place = torch.searchsorted(reached, wanted.minimum(whole.nextafter(torch.zeros_like(whole))), right=True)
-    # nothing is reached where scores are no numbers, whose request fails
+    # nothing is reached if scores are NaN; the request fails
     return place.clamp_(max=weights.shape[1] - 1)
 
 
 def _uniform(state: Any, sampling: Sampling) -> float:
-    """A number in [0, 1) of the seed, the answer and the position of the token in it, and of nothing else."""
+    """Returns a number in [0, 1) that depends only on the seed, the answer and the token's position in it."""
     start = state._true_initial_tokens or len(state.initial_tokens)
-    # a preempted request has what it said in its prompt
+    # a preempted request has its new tokens in its prompt
     position = len(state.initial_tokens) - start + len(state.generated_tokens)
     child = str(state.request_id).rpartition(CHILD)
-    # others may name their requests alike
+    # other requests may have similar names
     answer = int(child[2]) + 1 if child[1] and child[2].isdecimal() and len(child[2]) <= MOST_DIGITS else 0
-    # numpy would round a list with a number of 64 bits to floats
+    # numpy would round a list with a 64-bit number to floats
     key = np.array([int(sampling.seed) % 2**64, answer], dtype=np.uint64)
     bits = np.random.Philox(key=key, counter=position)
     return float(np.random.Generator(bits).random())
@@ -240,5 +240,5 @@ def _note(scores: Tensor, tokens: Tensor, noted: list[tuple[int, Any, Sampling]]
     values, likeliest = (found.tolist() for found in logprobs.topk(min(most, logprobs.shape[1]), dim=-1))
     for i, (_, state, sampling) in enumerate(noted):
         top = tuple(zip(likeliest[i], values[i]))[: sampling.top_logprobs]
-        # the engine keeps them for a request that is preempted, and hands them out with its tokens
+        # the engine keeps them if a request is preempted, and returns them with its tokens
         state.logprobs.append(TokenLogprobs(chosen[i], top))

@@ -42,7 +42,7 @@ class ModelLayers:
 
 
 def model_layers(config: Any) -> ModelLayers:
-    """The layers of a model that passed `check_servable_config`."""
+    """Returns the layers of a model that passed `check_servable_config`."""
     layers = cache_layers(config.get_text_config(decoder=True))
     full = tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer)
     sliding = tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer)
@@ -52,12 +52,12 @@ def model_layers(config: Any) -> ModelLayers:
 
 
 def check_servable_config(config: Any, name: str) -> None:
-    """Raises `UnsupportedModelError` for a model, called `name`, whose configuration rules continuous batching out."""
+    """Raises `UnsupportedModelError` for a model, called `name`, whose configuration rules out continuous batching."""
     check_model_config(config)
     text_config = config.get_text_config(decoder=True)
     layers = cache_layers(text_config)
     kinds = {type(layer).__name__ for layer in layers} - {kind.__name__ for kind in KNOWN}
-    # chunks of attention are kept in the same kind of layer
+    # chunked attention uses the same kind of layer
     if getattr(text_config, "attention_chunk_size", None) is not None:
         kinds |= {"chunked_attention"} & set(getattr(text_config, "layer_types", None) or ("chunked_attention",))
     if BOTH in kinds:
@@ -105,7 +105,7 @@ def check_servable(model: Any) -> list[LinearModule]:
 
 
 def unservable(name: str, reason: str, why: str | None = None) -> UnsupportedModelError:
-    """The error for a model called `name`, which `reason` says more of; `why` is what stands in the way."""
+    """Returns the error for a model called `name`. `reason` says what is unsupported, and `why` gives the cause."""
     stands = "" if why is None else f": {why}"
     return UnsupportedModelError(
         f"{name} {reason}, which continuous batching with the compressed cache does not do{stands}; leave "

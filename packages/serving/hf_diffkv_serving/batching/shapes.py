@@ -18,7 +18,7 @@ class AttentionShape:
     """Heads of one layer, elements of its keys and values, their dtype and device.
 
     Attributes:
-        max_positions: most tokens of a request of the model; None if unknown.
+        max_positions: maximum tokens per request of the model; None if unknown.
         ranks: ranks that share the heads of the layer.
     """
 
@@ -34,13 +34,13 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class SlidingShape:
-    """The sliding-window layers of a model: their indices, and the tokens that each query sees, itself included."""
+    """The sliding-window layers of a model: their indices, and the tokens that each query sees, including itself."""
 
     layers: tuple[int, ...]
     window: int
 
     def pages(self, longest: int) -> int:
-        """Returns the pages, each in every layer, of a request of `longest` tokens."""
+        """Returns the pages of a request of `longest` tokens in each layer."""
         return -(-min(self.window, longest) // SLIDING_PAGE)
 
     def bytes(self, shape: AttentionShape, requests: int, longest: int) -> int:

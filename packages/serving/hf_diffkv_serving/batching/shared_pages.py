@@ -1,7 +1,7 @@
-"""Pages that requests of one store own together: copy-on-write, where nothing is chosen by significance.
+"""Pages that requests of one store share, copy-on-write, if no tokens are chosen by significance.
 
-Tokens of a row are then stored in order and stay as they are, so a page that is full never changes. Requests that begin
-alike own such pages together; each has a copy of its own of what is not full, to which it goes on to write.
+Tokens of a row are then stored in order and stay as they are, so a full page never changes. Requests that begin alike
+share such pages. Each has its own copy of a partial page, to which it continues to write.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entries:
 
     @property
     def shared_pages(self) -> int:
-        """Number of pages that get a further owner."""
+        """Number of pages that get another owner."""
         return int((self.shared != NULL_PAGE).sum())
 
 
@@ -60,11 +60,11 @@ def entries_of_request(store: SlotStore, source: Store, alike: int | None) -> En
     """Returns the entries for the one request of `source`, a store of the same layers.
 
     Args:
-        alike: slot with a request that begins alike. Pages that are full in both and hold the same bytes are shared
+        alike: slot whose request begins alike. Pages that are full in both and hold the same bytes are shared
             with it; None copies all pages.
     """
     table, width = source.table.table[:, 0], store.table.width
-    # high pages stand on the left, low ones on the right
+    # high pages are on the left, low ones on the right
     both = min(width, table.shape[-1])
     high = -(-source.high_count[:, 0, :, None] // store.layout.high.capacity)
     is_high = torch.arange(table.shape[-1], device=store.device) < high
@@ -87,7 +87,7 @@ def entries_of_request(store: SlotStore, source: Store, alike: int | None) -> En
 
 
 def fill_entries(store: SlotStore, slot: int, entries: Entries, source: Store) -> None:
-    """Gives `slot` its pages, of which as many as are copied exist and are free; `source` is where they come from."""
+    """Gives `slot` its pages, copied from `source` or shared. There must be enough free pages for the copies."""
     to_copy = entries.to_copy
     pages = entries.source[to_copy].long()
     _, fresh = store.pool.free_list.take(torch.tensor([pages.numel()], device=store.device))
@@ -102,14 +102,14 @@ def fill_entries(store: SlotStore, slot: int, entries: Entries, source: Store) -
         if shared.numel():
             store.pool.share(shared)
     except BaseException:
-        # the device may have no memory for a copy on the way
+        # the device may run out of memory while copying
         store.pool.free_list.give(fresh)
         raise
     store.table.table[:, slot] = table
 
 
 def _partial(store: Store, request: int, table: Tensor) -> Tensor:
-    """bool [layers, heads, width], which entries of a request's `table`, int32 of that shape, are not full."""
+    """Returns bool [layers, heads, width], which entries of a request's `table`, int32 of that shape, are not full."""
     width = table.shape[-1]
     entry = torch.arange(width, device=table.device)
     found = torch.zeros_like(table, dtype=torch.bool)

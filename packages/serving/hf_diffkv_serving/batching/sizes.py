@@ -1,4 +1,4 @@
-"""Divides a byte budget into slots and pages, for a model whose attention is tried out first."""
+"""Divides a byte budget into slots and pages, after trying out the model's attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Trial(PackedCache):
         self.layers, self.max_positions = layers, max_positions
         self.shapes: dict[int, AttentionShape] = {}
         self.windows: dict[int, int] = {}
-        # of linear layers, what one request leaves
+        # states that one request leaves in linear layers
         self.states: dict[int, LinearAttentionLayer] = {}
 
     def run_linear(self, module: LinearModule, hidden_states: Tensor) -> Tensor:
@@ -56,18 +56,18 @@ class _Trial(PackedCache):
 def try_attention(
     model: Any, layers: ModelLayers, modules: list[LinearModule]
 ) -> tuple[AttentionShape, dict[int, LinearAttentionLayer]]:
-    """Runs two tokens through `model`, whose attention is the paged one, and looks at its layers' inputs.
+    """Runs two tokens through `model`, whose attention is the paged one, and records its layers' inputs.
 
     Args:
-        layers: layers by the model's configuration.
+        layers: layers according to the model's configuration.
         modules: modules that keep states; they get their own forward back afterwards.
 
     Returns:
         The shape of all attention layers, and the states that a request leaves, by layer.
 
     Raises:
-        HandOverError: the model does not hand its cache on.
-        UnsupportedModelError: layers that differ, or that pass the attention by.
+        HandOverError: the model does not pass its cache on.
+        UnsupportedModelError: layers differ, or bypass the attention.
     """
     text_config = model.config.get_text_config(decoder=True)
     trial = _Trial(layers, getattr(text_config, "max_position_embeddings", None))
@@ -87,7 +87,7 @@ def try_attention(
         )
     sliding = layers.sliding
     expected = {} if sliding is None else dict.fromkeys(sliding.layers, sliding.window)
-    # some models say it in their mask alone
+    # some models show it only in their mask
     if trial.windows.items() - expected.items():
         raise unservable(type(model).__name__, "has sliding windows that its configuration does not tell of")
     if trial.states.keys() != layers.linear.keys():
@@ -105,13 +105,13 @@ def make_slots(
     others: Sequence[PerSlot] = (),
     harm: HarmBetween | None = None,
 ) -> Slots:
-    """Returns slots for at most `requests` requests of `tokens` tokens, as many and as long as fit `max_bytes`.
+    """Returns slots for at most `requests` requests of `tokens` tokens, as many and as long as fit in `max_bytes`.
 
     Args:
         num_layers: number of layers of full attention.
         tokens: tokens of the longest request; None for as many as fit.
-        others: objects that hold memory for every slot as well.
-        harm: predicted loss by lowering heads; None if it is not known.
+        others: other objects that hold memory for every slot.
+        harm: predicted loss from lowering heads; None if unknown.
 
     Raises:
         ValueError: raised by `Slots`.

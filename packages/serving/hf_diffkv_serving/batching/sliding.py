@@ -1,6 +1,6 @@
 """Sliding-window layers in continuous batching: uncompressed, in the blocks of Transformers' own allocator.
 
-Every slot has room for one request's windows, so that whoever has a slot never waits for them.
+Every slot has room for one request's windows, so that a request with a slot never waits for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_diffkv.pages.reserve import reserve
 from .engine_names import CachePool, SlidingAttentionCacheAllocator
 from .shapes import SLIDING_PAGE, SPARE_PAGES, AttentionShape, SlidingShape
 
-# queries of a prompt that attend at a time, where the window is shorter
+# queries of a prompt that attend at a time if the window is shorter
 FEWEST_QUERIES = 128
 _attend = partial(dense_attention, dropout=0.0, causal=False)
 
@@ -62,7 +62,7 @@ class SlidingWindows:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device, of requests that are there or not."""
+        """Bytes on the device, including those of idle slots."""
         return self._memory.committed + self._memory.slack
 
     def bytes_for(self, slots: int, tokens: int) -> int:
@@ -72,7 +72,7 @@ class SlidingWindows:
         return held + max(self._memory.granularity, self._memory.slack) + copied
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Implements `slot_room.PerSlot`. Blocks behind the last remaining one move to free ones."""
+        """Implements `slot_room.PerSlot`. Blocks after the last remaining one move to free ones."""
         size, blocks = self._allocator.bytes_per_block, slots * self._sliding.pages(tokens)
         tables, end = self._allocator.block_table, SPARE_PAGES + blocks
         owned = {block for table in tables.values() for block in table}
@@ -94,7 +94,7 @@ class SlidingWindows:
         pool.free_blocks(self._allocator.index, free[len(moved) :])
 
     def move(self, slot: int, to: int) -> None:
-        """Implements `slot_room.PerSlot`. Nothing moves, as windows are found by the names of requests."""
+        """Implements `slot_room.PerSlot`. Nothing moves, as windows are found by request name."""
 
     @property
     def requests(self) -> set[str]:
@@ -143,7 +143,7 @@ class SlidingWindows:
         return output
 
     def _attend_prompt(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        """Queries in parts, each with the keys that it can see; the last query is at the last key."""
+        """Attends in parts of the queries, each with its visible keys. The last query is at the last key."""
         parts, past, size = [], key.shape[2] - query.shape[2], max(self.window, FEWEST_QUERIES)
         for first in range(0, query.shape[2], size):
             part = query[:, :, first : first + size]
@@ -155,7 +155,7 @@ class SlidingWindows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def dense_layers(self, request_id: str, seen: int) -> dict[int, DynamicSlidingWindowLayer]:
-        """Returns the windows of a request of `seen` tokens as layers of a cache of its own, by index."""
+        """Returns the windows of a request of `seen` tokens as layers of a separate cache, by index."""
         index = self._allocator.get_read_indices(request_id, seen, 0)
         read, nothing = torch.tensor(index, dtype=torch.int64, device=self._memory.device), self._nothing()
         found = {}
@@ -177,7 +177,7 @@ class SlidingWindows:
             self._allocator.update(*rows, layer, write[:0], write)
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of no token."""
+        """Returns empty keys and values."""
         shape = (0, self._allocator.num_key_value_heads, self._allocator.head_dim)
         empty = torch.empty(shape, dtype=self._allocator.cache_dtype, device=self._memory.device)
         return empty, empty
@@ -191,7 +191,7 @@ class _PackedForward:
         spans: numbers of new and of visible tokens of each request.
 
     Attributes:
-        step_at: int64 [steps], places of the requests of one token.
+        step_at: int64 [steps], places of the requests with one token.
         step_keys: int64 [steps, keys], rows of the allocator's result.
         step_mask: bool [steps, 1, 1, keys]; None if all steps see the same number of keys.
         prompts: place, tokens, first row and number of rows of the allocator's result, for each other request.
@@ -205,13 +205,13 @@ class _PackedForward:
             if tokens == 1:
                 steps.append((at, start, length))
             elif tokens:
-                # a prompt of one token that is to be forked stands here with none
+                # a prompt of one token that is to be forked has none here
                 self.prompts.append((at, tokens, start, length))
             at, start = at + tokens, start + length
         self.step_at, starts, lengths = torch.tensor(steps, dtype=torch.int64, device=device).view(-1, 3).unbind(1)
         most = max((length for _, _, length in steps), default=0)
         place = torch.arange(most, device=device)
-        # beyond a request's own keys, its first one stands, and is masked
+        # beyond a request's own keys, its first one is repeated and masked
         shown = place < lengths[:, None]
         self.step_keys = starts[:, None] + place * shown
         alike = len({length for _, _, length in steps}) == 1
@@ -219,5 +219,5 @@ class _PackedForward:
         self._only_steps = alike and len(steps) == len(spans)
 
     def rows(self, packed: Tensor) -> Tensor:
-        """Keys or values for requests of one token, [steps, keys, kv_heads, dim], of what the allocator returns."""
+        """Returns keys or values of requests with one token, [steps, keys, kv_heads, dim], from those of all."""
         return packed.unflatten(0, (len(self.step_at), -1)) if self._only_steps else packed[self.step_keys]

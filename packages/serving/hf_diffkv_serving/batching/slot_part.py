@@ -34,10 +34,10 @@ class SlotPart:
         alone: whether no other rank counts the pages.
 
     Attributes:
-        shares: whether requests own pages together.
-        bounds: pages of a request by its length; where rows are lowered, of one whose rows all are.
-        lowers: whether the rows of a request may be at another rung than those of another one.
-        staged: requests with several tokens in the running forward, by slot, as stores of their own.
+        shares: whether requests share pages.
+        bounds: pages of a request by its length; if rows are lowered, of one whose rows all are.
+        lowers: whether the rows of different requests may be at different rungs.
+        staged: requests with several tokens in the running forward, by slot, as separate stores.
     """
 
     def __init__(self, store: SlotStore, query_heads: int, alone: bool) -> None:
@@ -51,10 +51,10 @@ class SlotPart:
         self.staged: dict[int, Store] = {}
 
     def set_limit(self, pages: int) -> None:
-        """Says how many pages there may be, the null page included; gives back memory of more, which nobody may need.
+        """Limits the pages, including the null page. Gives back the memory of pages beyond that, which must be unused.
 
         Raises:
-            MemoryError: memory cannot be given back in so small pieces.
+            MemoryError: memory cannot be given back in such small pieces.
         """
         pool = self.store.pool
         pool.max_pages = pages
@@ -65,12 +65,12 @@ class SlotPart:
                 raise MemoryError(f"{pool.slack} bytes behind the pages cannot be given back.")
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Calls `SlotStore.resize`, and counts pages anew."""
+        """Calls `SlotStore.resize`, and counts pages again."""
         self.store.resize(slots, tokens)
         self.look()
 
     def move(self, slot: int, to: int) -> None:
-        """Moves all of a slot to the empty one `to`, pages, sums and reservations included."""
+        """Moves a slot's content, including pages, sums and reservations, to the empty slot `to`."""
         self.store.move(slot, to)
         self.reservations.rename(slot, to)
         self.look()
@@ -114,19 +114,19 @@ class SlotPart:
         return np.concatenate([[self.max_pages, free], self._held, self._step])
 
     def settle(self) -> None:
-        """Ends the last forward: takes back every reservation, and `look`."""
+        """Ends the last forward: takes back every reservation and calls `look`."""
         self.reservations.clear()
         self.staged.clear()
         self.look()
 
     def need(self, slot: int | None, seen: int, tokens: int) -> int:
-        """Pages that `tokens` more tokens take at most, of a request that has seen `seen`; arguments as in `Slots`."""
+        """Returns the most pages that `tokens` more tokens need, given `seen` ones; arguments as in `Slots`."""
         if slot is None:
             return self.bounds.more(seen, tokens, 0, 0)
         return self.bounds_of(self.final[:, slot]).more(seen, tokens, self.held(slot), int(self._step[slot]))
 
     def need_of(self, source: Store, tokens: int) -> int:
-        """Pages that the one request of `source`, a store of the same layers, takes with `tokens` tokens at most."""
+        """Returns the most pages that the request in `source`, a store of these layers, needs with `tokens` tokens."""
         return self.bounds_of(source.low_heads[:, 0].cpu().numpy()).pages(tokens)
 
     def held(self, slot: int) -> int:
@@ -180,7 +180,7 @@ class SlotPart:
 
         Args:
             source: store of the same layers, settled and without padding.
-            alike: slot with a request that begins alike, to share pages with.
+            alike: slot whose request begins alike, to share pages with.
         """
         return entries_of_request(self.store, source, alike if self.shares else None)
 
@@ -227,7 +227,7 @@ def slot_configs(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -
 
 
 def make_parts(configs: Sequence[DiffKVConfig], shape: AttentionShape) -> list[SlotPart]:
-    """Returns the parts of all layers, those with the same pages together, each with one slot."""
+    """Returns the parts, each with one slot. Layers with the same pages share a part."""
     together: list[list[int]] = []
     for index, mine in enumerate(configs):
         part = next((part for part in together if same_pages(mine, configs[part[0]])), None)

@@ -1,6 +1,6 @@
-"""Number of slots, their length, and the number of pages beside them, as requests need them under a budget.
+"""Number and length of slots, and the number of pages, as requests need them under a budget.
 
-Slots and pages take their memory from each other. Short requests need many slots and few pages, long ones the reverse.
+Slots and pages compete for memory. Short requests need many slots and few pages, long ones the reverse.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from hf_diffkv.pages.layout import NARROW_POSITIONS
 
 from .slot_part import SlotPart
 
-# tokens that there is room for at first; and by which share slots and tokens grow beyond what is needed
+# tokens that there is room for at first; divisors of the shares by which slots and tokens grow beyond the need
 FIRST_TOKENS = 128
 SLOTS_AHEAD, TOKENS_AHEAD = 8, 4
 
 
 class PerSlot(Protocol):
-    """Memory for every slot beside the stores."""
+    """Memory for every slot outside the stores."""
 
     def bytes_for(self, slots: int, tokens: int) -> int:
         """Returns the bytes held with `slots` slots for requests of up to `tokens` tokens."""
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Changes to `slots` slots for up to `tokens` tokens, which have room for all requests. Their content stays."""
+        """Changes to `slots` slots for up to `tokens` tokens, with room for all requests. Their content is kept."""
 
     def move(self, slot: int, to: int) -> None:
         """Moves the request in `slot` to the empty slot `to`."""
 
 
 class SlotRoom:
-    """The sizes of all that slots consist of.
+    """Sizes of everything that slots consist of.
 
     Args:
         parts: parts with one slot each.
         others: objects that hold memory for every slot.
-        most: most slots there may be.
-        max_tokens: tokens of the longest request that is allowed.
+        most: largest number of slots.
+        max_tokens: tokens of the longest allowed request.
         max_bytes: budget for everything that is held.
 
     Attributes:
         slots: number of slots.
         tokens: tokens of the longest request that tables and buffers have room for at the moment.
-        longest: tokens of the longest request that surely fits while it is alone; at most `max_tokens`.
+        longest: tokens of the longest request that is sure to fit when alone; at most `max_tokens`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SlotRoom:
         self._parts, self._others = parts, others
         self.most, self.max_bytes = most, max_bytes
         self.slots, self.tokens = 1, parts[0].store.room
-        # pages are shared out in the proportion in which a long request takes them
+        # pages are allotted in the proportion in which a long request needs them
         self._costs = np.array([part.store.bytes_per_page for part in parts])
         weights = np.array([max(1, part.bounds.pages(max_tokens)) for part in parts]) * self._costs
         self._shares = weights / weights.sum()
@@ -69,17 +69,17 @@ class SlotRoom:
         return all(part.bounds.pages(tokens) <= limit - 1 for part, limit in zip(self._parts, limits))
 
     def limits(self, slots: int, tokens: int) -> np.ndarray:
-        """Pages, null pages included, that there may be of each part beside so many slots, int64 [parts]."""
+        """Returns the page limit of each part with this many slots, including null pages, int64 [parts]."""
         beside = sum(part.store.bytes_beside_pages(slots, tokens) for part in self._parts)
         beside += sum(other.bytes_for(slots, tokens) for other in self._others)
         return np.floor((self.max_bytes - beside) * self._shares / self._costs).astype(np.int64)
 
     def share_out(self) -> None:
-        """Gives each part the pages that it may have beside what there is. Raises as `SlotPart.set_limit`."""
+        """Sets each part's page limit for the current size. Raises `MemoryError` like `SlotPart.set_limit`."""
         self._set_limits(self.limits(self.slots, self.tokens))
 
     def sizes_for(self, slots: int, tokens: int) -> list[tuple[int, int]]:
-        """Slots and tokens that may be made where at least these are needed, the best first."""
+        """Returns the sizes to try if at least these slots and tokens are needed, best first."""
         tokens = max(tokens, min(self.longest, FIRST_TOKENS))
         ahead = slots if slots <= self.slots else min(self.most, max(slots, self.slots + self.slots // SLOTS_AHEAD))
         longer = tokens if tokens <= self.tokens else min(self.longest, tokens + tokens // TOKENS_AHEAD)
@@ -88,12 +88,12 @@ class SlotRoom:
         return [larger, stays, (slots, max(self.tokens, tokens)), (slots, tokens)]
 
     def change(self, slots: int, tokens: int) -> None:
-        """Makes so many slots, for requests of up to `tokens` tokens; those that go are empty.
+        """Changes to `slots` slots for requests of up to `tokens` tokens. Slots that go must be empty.
 
         Pages in use and promised must be within `limits` of these sizes.
 
         Raises:
-            MemoryError: the device has no memory, or takes none back; what there is stays usable.
+            MemoryError: the device has no memory, or cannot take any back; existing slots stay usable.
         """
         between = (min(slots, self.slots), min(tokens, self.tokens))
         try:
@@ -102,7 +102,7 @@ class SlotRoom:
                 try:
                     self._resize(*size)
                 except BaseException:
-                    # all have one size, also those that were changed before
+                    # all must have the same size, including those already changed
                     self._resize(self.slots, self.tokens)
                     raise
                 self.slots, self.tokens = size

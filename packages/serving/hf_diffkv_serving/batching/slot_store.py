@@ -1,4 +1,4 @@
-"""The store behind slots: its host looks before every step and knows beforehand which rows may take a page."""
+"""The store behind slots. The host reads it before every step and knows in advance which rows may take a page."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from hf_diffkv.store.step import bound_rows
 
 from .growing import GrowingTensor
 
-# a step of one token and the compaction behind it
+# a step of one token and the compaction after it
 LOOKAHEAD = 1
 # row and first page of a tile
 TILE_BYTES = 16
-# what is most of a slot, beside its part of the page table
+# largest tensors of a slot, apart from its part of the page table
 GROWING_TENSORS = ("window_key", "window_value", "window_score")
 
 
 class SlotStore(Store):
-    """A store whose pages are reserved by others (slots.py); it takes one for each row that `look` names at most.
+    """A store whose pages are reserved elsewhere (slots.py). It takes at most one for each row that `look` names.
 
     It has one slot at first, for a request of one token; `resize` changes both.
 
     Attributes:
-        counts, final: tokens of each row outside its window, and whether they are at the low precision where no token
-            is chosen, as `look` has read them; [layers, slots, heads].
+        counts, final: tokens of each row outside its window, and whether they are at the low precision if no token is
+            chosen, as `look` has read them; [layers, slots, heads].
     """
 
     counts: np.ndarray
     final: np.ndarray
 
     def begin(self, query_heads: int) -> None:
-        """Makes room for a request of one token, and tensors that slots share. Thresholds must be set before.
+        """Makes room for a request of one token and for tensors that slots share. Thresholds must already be set.
 
         Args:
             query_heads: number of query heads of a layer.
         """
         self._query_heads = query_heads
-        # what a slot has without a request, where it is not zero
+        # state of a slot without a request, if not zero
         names = ("alpha_high", "alpha_low", "sink_end", "window_start")
         self._empty = {name: getattr(self, name)[:, 0].clone() for name in names}
         self._growing = {name: GrowingTensor(getattr(self, name)) for name in GROWING_TENSORS}
         self._growing["table"] = GrowingTensor(self.table.table)
-        # what a slot gets one by one are generated tokens
+        # tokens that a slot gets one by one are generated ones
         self.seen = 1
         self.resize(1, 1)
 
@@ -78,29 +78,29 @@ class SlotStore(Store):
         high_size, low_size = self.layout.high.capacity, self.layout.low.capacity
         has_low = has_low != 0
         self.counts, self.final = high + low, has_low
-        # where no token is chosen, all of a row are of one tier
+        # if no token is chosen, all tokens of a row are in one tier
         has_high = ~has_low | self.layout.selects
         full = (high % high_size == 0) & has_high | (low % low_size == 0) & has_low
         partial = (high % high_size > 0).astype(np.int64) + (low % low_size > 0)
         return full, high // high_size + low // low_size + partial, partial
 
     def check_positions(self, tokens: int) -> None:
-        """Nothing to check: `seen` counts steps of many requests, none of which is longer than `Slots.longest`."""
+        """Does nothing: `seen` counts steps of many requests, none of which is longer than `Slots.longest`."""
 
     def page_tokens(self) -> np.ndarray:
-        """int64 [layers, heads], how many tokens of a row every page but its last ones holds at least."""
+        """Returns int64 [layers, heads], the minimum tokens in a page of a row, except its last ones."""
         high, low = self.layout.high.capacity, self.layout.low.capacity
         if self.layout.selects:
             return np.full((self.num_layers, self.num_heads), min(high, low))
         return np.where(self.low_heads[:, 0].cpu().numpy(), low, high)
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Makes room for `slots` requests of up to `tokens` tokens; what the first slots hold stays.
+        """Makes room for `slots` requests of up to `tokens` tokens. The first slots keep their content.
 
-        Further slots are as empty ones are. Only after `look`, which is due again.
+        New slots are empty. Only after `look`, which is due again.
 
         Raises:
-            MemoryError: the device has no memory. Some tensors have changed; a `resize` to the size before undoes it.
+            MemoryError: the device has no memory. Some tensors have changed; a `resize` to the old size undoes it.
         """
         self.scratch = self.all_bounds = self._kept = None
         self.layer_bounds = []
@@ -138,13 +138,13 @@ class SlotStore(Store):
         prepare_scratch(self, self._query(slots))
 
     def empty(self, slot: int) -> None:
-        """Makes a slot, whose pages were given back, as one without a request."""
+        """Resets a slot, whose pages were given back, to one without a request."""
         self.table.table[:, slot] = NULL_PAGE
         for name in ROW_STATE:
             getattr(self, name)[:, slot] = self._empty.get(name, 0)
 
     def move(self, slot: int, to: int) -> None:
-        """Moves all of a slot to the empty one `to`, pages included."""
+        """Moves a slot's content, including pages, to the empty slot `to`."""
         self.table.table[:, to] = self.table.table[:, slot]
         for name in ROW_STATE:
             state = getattr(self, name)
@@ -152,11 +152,11 @@ class SlotStore(Store):
         self.empty(slot)
 
     def width_for(self, tokens: int) -> int:
-        """Entries of a row of the table for requests of `tokens` tokens."""
+        """Returns the entries in a row of the table for requests of `tokens` tokens."""
         return -(-(tokens + self.window_slots) // min(self.layout.high.capacity, self.layout.low.capacity)) + 2
 
     def bytes_beside_pages(self, slots: int, tokens: int) -> int:
-        """Returns the most bytes that are ever held beside pages and their entries in the free list.
+        """Returns the peak bytes held in addition to pages and their entries in the free list.
 
         Args:
             slots: number of slots.
@@ -164,7 +164,7 @@ class SlotStore(Store):
         """
         table = 4 * self.num_layers * slots * self.num_heads * self.width_for(tokens)
         state = sum(t.numel() * t.element_size() for t in (getattr(self, name) for name in ROW_STATE))
-        # more is taken while tensors are copied because they cannot grow where they stand
+        # more is taken while tensors are copied because they cannot grow in place
         copied = [t.tensor.numel() * t.tensor.element_size() for t in self._growing.values() if not t.grows_in_place]
         taken = sum(max(t.granularity, t.slack) for t in self._growing.values())
         slack = self.pool.granularity + taken + max(copied, default=0)
@@ -183,11 +183,11 @@ class SlotStore(Store):
         return sum(t.numel() * t.element_size() for t in [*fixed, self.pool.free_list.state])
 
     def _query(self, slots: int) -> Tensor:
-        """Returns an empty query, of which only shape, dtype and device count."""
+        """Returns an empty query, of which only shape, dtype and device matter."""
         return torch.empty(slots, self._query_heads, self.key_dim, dtype=self.dtype, device=self.device)
 
     def _most_tile_bytes(self, slots: int, tokens: int) -> int:
-        """Returns the most bytes of the reference's tiles, for all layers together and for each."""
+        """Returns the peak bytes of the reference's tiles, for all layers together and for each."""
         if self.ops.backend != REFERENCE:
             return 0
         rows = 2 * self.num_layers * slots * self.num_heads
@@ -196,7 +196,7 @@ class SlotStore(Store):
         return rows * tiles * TILE_BYTES
 
     def spoiled(self, slots: Tensor) -> list[int]:
-        """Returns those of `slots`, int64 [n], with keys or values that cannot be stored, and clears the flag."""
+        """Returns which of `slots`, int64 [n], have keys or values that cannot be stored, and clears the flag."""
         if not bool(self.invalid):
             return []
         self.invalid.zero_()

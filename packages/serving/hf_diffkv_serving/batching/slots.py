@@ -1,7 +1,7 @@
-"""Requests that come and go: each has a slot, the same in every store, and an idle slot holds no page and does no work.
+"""Slots for requests that come and go, the same in every store. An idle slot holds no page and does no work.
 
-There are as many slots, for as long requests, as are needed (slot_room.py). A forward may hold any requests in any
-order, one token of some and many of others; what becomes of each does not depend on the others.
+The number and length of slots follow the need (slot_room.py). A forward may hold any requests in any order, one token
+of some and many of others. Unless rows are lowered (`until_full`), the result of each does not depend on the others.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _logger = logging.getLogger("hf_diffkv")
 class Slots:
     """Slots under a byte budget.
 
-    Every forward goes: `settle`, `make_room` and `reserve` for each request in it, `begin`, `attend` layer by layer.
+    Calls for each forward, in order: `settle`; `make_room` and `reserve` per request; `begin`; `attend` per layer.
 
     Args:
         config: user's configuration; its `max_bytes` is ignored. If it names `until_full`, rows are lowered before a
             request finds no room (`rungs.py`).
         shape: shape of every layer.
         num_layers: number of compressed layers of the model.
-        count: number of requests that may be there at once.
-        max_tokens: tokens of the longest request that is allowed.
+        count: maximum number of concurrent requests.
+        max_tokens: tokens of the longest allowed request.
         max_bytes: budget for everything that is held: windows, tables, scratch memory, pages.
-        others: objects that hold memory for every slot as well.
-        harm: predicted loss by lowering heads; None if it is not known.
+        others: other objects that hold memory for every slot.
+        harm: predicted loss from lowering heads; None if unknown.
 
     Attributes:
         room: number of slots and their length.
         parts: layers of each store. A store cannot use pages of another one, so numbers of pages are int64 [parts],
-            the parts of other ranks included.
+            including the parts of other ranks.
         failures: errors in the running forward, by slot.
         rungs: rungs of the requests; None if no rows are lowered.
 
     Raises:
-        ValueError: thresholds or precisions for another number of layers or heads, or `until_full` where several ranks
+        ValueError: thresholds or precisions for another number of layers or heads, or `until_full` if several ranks
             share the heads.
         MemoryError: `max_bytes` cannot hold the slots and one short request.
     """
@@ -98,7 +98,7 @@ class Slots:
             )
         self._taken: set[int] = set()
         self._seen = [0]
-        # tokens of each request in the forward to come
+        # tokens of each request in the coming forward
         self._reserved: dict[int, int] = {}
         # slots, tokens and pages that there was no room for since the last forward
         self._denied: list[np.ndarray] = []
@@ -134,7 +134,7 @@ class Slots:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request that surely fits while it is alone; at most `max_tokens`."""
+        """Tokens of the longest request that is sure to fit when alone; at most `max_tokens`."""
         return self.room.longest
 
     @property
@@ -164,7 +164,7 @@ class Slots:
 
     @property
     def has_place(self) -> bool:
-        """Whether a request without any tokens could be let in."""
+        """Whether a request without any tokens could be admitted."""
         return self._size_for(None, 0) is not None
 
     def seen(self, slot: int) -> int:
@@ -174,12 +174,12 @@ class Slots:
     def make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
         """Makes room in the pool and in a slot for `tokens` more tokens of a request. Only after `settle`.
 
-        Slots become more or fewer, and their tables wider or narrower, as pages are left or needed. Requests may be
-        moved to another slot (`take_moves`).
+        The number of slots and the width of their tables change with the pages left or needed. Requests may be moved
+        to another slot (`take_moves`).
 
         Args:
             slot: slot of the request; None if it has none yet.
-            shared: number of these tokens with which another request begins as well; `load` shares their full pages.
+            shared: number of these tokens that another request begins with too; `load` shares their full pages.
 
         Returns:
             Whether there is room. If not, nothing has changed.
@@ -208,7 +208,7 @@ class Slots:
         return True
 
     def _tell(self) -> None:
-        """Tells other ranks what is held here, and hears of them."""
+        """Tells other ranks what is held here, and learns what they hold."""
         self._denied.clear()
         mine = np.stack([part.numbers() for part in self.parts])
         # other ranks may have more parts
@@ -224,7 +224,7 @@ class Slots:
         return moves
 
     def _size_for(self, slot: int | None, tokens: int, shared: int = 0) -> tuple[int, int] | None:
-        """Returns numbers of slots and of tokens in each that give the room of `make_room`; None if there are none."""
+        """Returns numbers of slots and of tokens in each with room for `make_room`; None if there are none."""
         slots, longest = self._least_size(slot, tokens)
         if slots > self.room.most or longest > self.longest:
             return None
@@ -232,7 +232,7 @@ class Slots:
         if slots <= self.count and longest <= self.room.tokens and (need <= left).all():
             return self.count, self.room.tokens
         wanted = np.array([slots, longest, *(self.max_pages + 1 - left + need)])
-        # ranks need not ask each other for what they said no to
+        # ranks need not ask each other again for what was denied
         if any((wanted >= denied).all() for denied in self._denied):
             return None
         sizes, here = self.room.sizes_for(slots, longest), wanted[2 : 2 + len(self.parts)]
@@ -242,16 +242,16 @@ class Slots:
         return next((size for size, fits in zip(sizes, fit) if fits), None)
 
     def _least_size(self, slot: int | None, tokens: int) -> tuple[int, int]:
-        """Returns the numbers of slots and of tokens in each that requests need with those of `make_room`."""
+        """Returns the numbers of slots and of tokens in each that all requests need, with that of `make_room`."""
         longest = max((self._seen[taken] + self._reserved.get(taken, 0) for taken in self._taken), default=0)
         return len(self._taken) + (slot is None), max(longest, tokens + (0 if slot is None else self._seen[slot]))
 
     def _not_taken(self, shared: int) -> np.ndarray:
-        """Returns the pages that a request of whose first tokens `shared` are another's need not take, by part."""
+        """Returns the pages, by part, that a request need not take if its first `shared` tokens are another's."""
         return np.array([part.bounds.full_pages(shared) if part.shares else 0 for part in self.all_parts])
 
     def _lower_for(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
-        """Lowers rows for what `_size_for` finds no room for; whether any were, perhaps too few for one that waits."""
+        """Lowers rows for what `_size_for` finds no room for. Returns whether any were, perhaps still too few."""
         size = self._least_size(slot, tokens)
         if self.rungs is None or size[0] > self.room.most or size[1] > self.longest:
             return False
@@ -271,13 +271,13 @@ class Slots:
         return self.rungs.reclaimable(self._taken)
 
     def least_need(self, slot: int | None, tokens: int) -> np.ndarray:
-        """Returns the pages that `tokens` more tokens take if rows are lowered, beside what `reclaimable` counts."""
+        """Returns the pages that `tokens` more tokens need if rows are lowered, before `reclaimable` is subtracted."""
         if self.rungs is None or slot is None:
             return self.need(slot, tokens)
         return self.rungs.least_need(slot, self._seen[slot], tokens)
 
     def rung_counts(self) -> RungCounts | None:
-        """Returns what is at which rung; None if no rows are lowered. Only after `settle`."""
+        """Returns what each rung holds; None if no rows are lowered. Only after `settle`."""
         return None if self.rungs is None else self.rungs.counts(sorted(self._taken), self.longest)
 
     def _move(self, slot: int, to: int) -> None:
@@ -290,7 +290,7 @@ class Slots:
             self._reserved[to] = self._reserved.pop(slot)
 
     def adopt(self, tokens: int = 0) -> int:
-        """Gives an idle slot to a request that has no tokens yet. Raises `MemoryError` where all are taken.
+        """Gives an idle slot to a request that has no tokens yet. Raises `MemoryError` if all are taken.
 
         Args:
             tokens: tokens of its prompt, by which its rung is chosen.
@@ -304,7 +304,7 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Gives back all that the request in `slot` holds, or would if `load` had not failed, and the slot itself."""
+        """Frees the slot and all that its request holds, even after a failed `load`."""
         for part in self.parts:
             if self._seen[slot]:
                 part.clear(slot)
@@ -324,10 +324,10 @@ class Slots:
         Args:
             sources: stores of the same configuration and shape, settled and without padding, one for each part.
             tokens: number of tokens that the request is going to have, including these.
-            alike: slot with a request that begins alike; full pages of the same content are shared with it.
+            alike: slot whose request begins alike; full pages of the same content are shared with it.
 
         Raises:
-            MemoryError: no room for `tokens` tokens, or the device has no memory; at most rows were lowered.
+            MemoryError: no room for `tokens` tokens, or the device has no memory. The slot can only be released then.
         """
         by_layers = {tuple(source.layers): source for source in sources}
         pairs = [(part, by_layers[tuple(part.store.layers)]) for part in self.parts]
@@ -345,13 +345,13 @@ class Slots:
             part.load(slot, source, entries)
 
     def held(self, slot: int) -> list[Store]:
-        """Returns the request in `slot` as a store for each part, on the slot's memory and valid until it changes."""
+        """Returns the request in `slot` as a store for each part, which uses the slot's memory until it changes."""
         for part in self.parts:
             settle(part.store)
         return [stage(part.store, slot, self._seen[slot], part.store.pool) for part in self.parts]
 
     def fork(self, slot: int) -> int | None:
-        """Copies the request in `slot` to a further slot and returns that, or None without room. After `make_room`.
+        """Copies the request in `slot` to another slot and returns that, or None without room. After `make_room`.
 
         Raises:
             MemoryError: the device has no memory; nothing has changed then.
@@ -372,7 +372,7 @@ class Slots:
         return twin
 
     def settle(self) -> None:
-        """Ends the last forward: runs the compaction behind it and takes back every reservation."""
+        """Ends the last forward: runs the compaction after it and takes back every reservation."""
         self._forward.clear()
         self._reserved.clear()
         if self.rungs is not None:
@@ -385,16 +385,16 @@ class Slots:
         self._tell()
 
     def need(self, slot: int | None, tokens: int) -> np.ndarray:
-        """Pages that `tokens` more tokens take at most, by part. Only after `settle`.
+        """Returns the most pages that `tokens` more tokens need, by part. Only after `settle`.
 
         Args:
-            slot: None for a request that has none yet.
+            slot: slot of the request; None if it has none yet.
         """
         seen = 0 if slot is None else self._seen[slot]
         return np.array([part.need(slot, seen, tokens) for part in self.all_parts])
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """Reserves what `tokens` more tokens need, compaction included; False if there is too little. As `need`."""
+        """Reserves what `tokens` more tokens need, including compaction. Returns False if there is too little."""
         need = self.need(slot, tokens)
         promised = np.array([part.promised(slot) for part in self.all_parts])
         if (need - promised > self.unreserved).any():
@@ -474,7 +474,7 @@ class Slots:
 
         Args:
             rows: query [slots, query_heads, 1, key_dim], key and value [slots, heads, 1, dim].
-            stepping: bool [slots], which have one.
+            stepping: bool [slots], which of them have one.
 
         Returns:
             [slots, query_heads, 1, value_dim] in the query's dtype.
@@ -484,7 +484,7 @@ class Slots:
         return StepAttention(part.store, place, key, value, stepping).attend(query, softmax)
 
     def only_steps(self) -> list[int]:
-        """Slots of the running forward, where each has one token after others and no key is centred."""
+        """Returns the slots of the running forward if each has one token after others and no key is centred."""
         centers = any(part.store.centers_soon for part in self.parts)
         return [] if self._forward or centers else self._steps
 

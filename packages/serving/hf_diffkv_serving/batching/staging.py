@@ -1,7 +1,7 @@
-"""One slot of a store as a store of its own, for a forward of several tokens of one request.
+"""One slot of a store as a separate store, for a forward with several tokens of one request.
 
-It shares all memory with the slot, so that what a prompt leaves there needs no handing over: the next generated token
-is a step of the store with all slots.
+It shares all memory with the slot, so nothing has to be copied after a prompt: the next generated token is a step of
+the store with all slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .reservations import ReservedPool
 
 
 class SlotTable(PageTable):
-    """Table rows of one slot, within a table that cannot grow from here."""
+    """Table rows of one slot. The table cannot grow through them."""
 
     def __init__(self, table: Tensor) -> None:
         self.table = table

@@ -1,4 +1,4 @@
-"""`until_full` in continuous batching, where a request's text depends on its neighbours then: only if it is named."""
+"""`until_full` in continuous batching: only if named, as a request's text then depends on its neighbours."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.config.until_full import AUTO, final_precisions, rungs_of
 from hf_diffkv.precision import Precision
 
-# bytes of a budget that no request fills
+# budget in bytes that no request fills
 NEVER_FULL = 1 << 40
 
 
 def lowers(config: DiffKVConfig) -> bool:
-    """Returns whether rows are lowered when a budget is full; continuous batching needs it asked for by name."""
+    """Returns whether rows are lowered when a budget is full: in continuous batching, only on request."""
     return isinstance(config.until_full, Precision)
 
 
 def config_of_slots(model: Any, config: DiffKVConfig | Mapping | str | None, fields: Mapping[str, Any]) -> DiffKVConfig:
-    """Returns `resolve_config`, in which a budget alone chooses no precisions to lower heads to."""
+    """Returns the result of `resolve_config`, but a budget alone chooses no precisions to lower heads to."""
     if isinstance(config, DiffKVConfig):
         return resolve_config(model, config, dict(fields))
     given = {"preset": config} if isinstance(config, str) else dict(config or {})
@@ -29,12 +29,12 @@ def config_of_slots(model: Any, config: DiffKVConfig | Mapping | str | None, fie
 
 
 def rung_config(config: DiffKVConfig) -> DiffKVConfig:
-    """Returns the configuration of kept prefixes: that of the user without the budget.
+    """Returns the configuration of kept prefixes: the user's without the budget.
 
     If rows are lowered, it has a budget that is never full instead, so that a layer has both rungs there too.
 
     Raises:
-        ValueError: rows are to be lowered, and all heads end with the precision with which they begin.
+        ValueError: rows are to be lowered, but all heads begin at their final precision.
     """
     if not lowers(config):
         return replace(config, max_bytes=None, until_full=AUTO)

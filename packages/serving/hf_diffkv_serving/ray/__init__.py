@@ -1,6 +1,6 @@
-"""Many machines by Ray: data sets with Ray Data, an endpoint of replicas with Ray Serve (docs/distributed.md).
+"""Many machines with Ray: data sets with Ray Data, an endpoint of replicas with Ray Serve (docs/distributed.md).
 
-What is here raises `ImportError` on first use, with the command that installs it, where Ray is missing.
+If Ray is missing, the names here raise `ImportError` on first use, with the command that installs it.
 """
 
 from __future__ import annotations

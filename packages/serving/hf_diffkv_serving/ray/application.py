@@ -1,7 +1,7 @@
 """`app`: an endpoint of replicas for Ray Serve."""
 
-# Annotations are no texts here: Ray copies the routes, and what a text names would not be known where they are copied
-# to. So all that they do stands in forwarding.py.
+# Annotations are not strings here: Ray copies the routes, and names in strings would be unknown where they are copied
+# to. For the same reason, all their work is done in forwarding.py.
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,7 +13,7 @@ from .forwarding import Forwarding
 from .replica import Replica, ReplicaOptions
 from .routing import BeginningRouter
 
-# requests that a replica is given at once; what its engine has no room for waits within it
+# requests that a replica gets at once; those for which its engine has no room wait inside it
 ONGOING = 64
 HTTP_METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]
 
@@ -46,24 +46,24 @@ def app(
     deployment: dict[str, Any] | None = None,
     **options: Any,
 ) -> serve.Application:
-    """An application for `serve.run`: replicas of a model with the routes of `hf-diffkv serve`.
+    """Returns an application for `serve.run`: replicas of a model with the routes of `hf-diffkv serve`.
 
-    A request goes to a replica that got one with the same beginning before, unless that one's queue is too long. If a
+    A request goes to a replica that has seen the same beginning before, unless that replica's queue is too long. If a
     replica dies before it has sent the first bytes of an answer, another one is asked and the client notices nothing.
-    A stream that has begun ends with an event that holds an error. A replica whose engine has ended is replaced.
+    A stream that has begun ends with an error event. A replica whose engine has ended is replaced.
 
     Args:
         model: field of `EngineOptions` of that name.
         replicas: number of replicas, or the fewest and the most, between which Ray Serve scales with their queues.
-        num_gpus: number of GPUs of a replica.
-        ingresses: processes that read requests and choose replicas.
-        served: fields of `ReplicaOptions`, such as "name", what clients call the model.
+        num_gpus: number of GPUs per replica.
+        ingresses: number of processes that read requests and choose replicas.
+        served: fields of `ReplicaOptions`, such as "name", the name that clients use for the model.
         deployment: further options of the replicas' deployment, such as `max_ongoing_requests` (64),
             `max_queued_requests` (no limit; beyond it clients get 429) and `health_check_period_s`.
         **options: other fields of `EngineOptions`. With `prefixes`, replicas keep the prefixes of requests.
 
     Raises:
-        ValueError: fewer than one replica, or not as many as a range says.
+        ValueError: fewer than one replica, or a range whose first number is larger than its second.
     """
     fewest, most = (replicas, replicas) if isinstance(replicas, int) else replicas
     if not 1 <= fewest <= most:

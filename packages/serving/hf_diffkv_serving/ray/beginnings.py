@@ -1,4 +1,4 @@
-"""Beginnings of requests and the replicas that hold them. Nothing here uses Ray, and routers need not talk."""
+"""Beginnings of requests and the replicas that hold them. Nothing here uses Ray, and routers need not communicate."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# characters of a piece, some 128 tokens of English
+# characters of a piece, about 128 tokens of English
 PIECE = 512
-# pieces of a request that are looked at, some 32,000 tokens
+# maximum pieces of a request to consider, about 32,000 tokens
 MOST_PIECES = 256
 KEY_BYTES = 8
 WORD = (1 << 8 * KEY_BYTES) - 1
-# 2^64 by the golden ratio, odd: Knuth's multiplicative hashing
+# 2^64 divided by the golden ratio, odd: Knuth's multiplicative hashing
 REPLICA_FACTOR = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Wishes of a request about the replica that it should go to.
+    """Preferences of a request for the replica that it goes to.
 
     Attributes:
         keys: keys of its beginnings.
-        replica: name of the replica to ask if it is there; None for any.
+        replica: name of the replica to ask if it exists; None for any.
     """
 
     keys: tuple[int, ...] = ()
@@ -36,9 +36,9 @@ class Wanted:
 
 
 def beginnings(body: Any) -> tuple[int, ...]:
-    """Keys of the ever longer beginnings of a request, the shortest first; none for a body without a prompt.
+    """Returns the keys of a request's beginnings, the shortest first; none for a body without a prompt.
 
-    A beginning ends where a message does, and every 512 characters. The keys of two requests agree as far as these do.
+    A beginning ends after each message and every 512 characters. The keys of two requests agree as far as their texts.
 
     Args:
         body: parsed JSON body of a request to `/v1/chat/completions`, `/v1/completions` or `/v1/responses`.
@@ -68,14 +68,14 @@ def beginnings(body: Any) -> tuple[int, ...]:
 class Places:
     """Remembers which replicas got which beginnings, and ranks replicas for a request.
 
-    A beginning that nobody has seen goes to one of two replicas that its first key alone decides, so that routers that
-    know nothing of each other agree. A replica whose queue is longer than the shortest by more than `slack` is left
-    alone; what goes elsewhere for that reason, to the idlest one, makes that a holder too.
+    A new beginning goes to one of two replicas determined by its first key alone, so that independent routers agree. A
+    replica whose queue is longer than the shortest by more than `slack` is avoided; the idlest replica, which gets the
+    request instead, then holds the beginning too.
 
     Args:
-        slack: requests.
-        capacity: keys that are remembered, those used last.
-        holders: most replicas that are remembered for a key.
+        slack: number of requests.
+        capacity: number of keys to remember; the most recently used ones are kept.
+        holders: maximum number of replicas to remember for a key.
     """
 
     def __init__(self, slack: int = 8, capacity: int = 200_000, holders: int = 8) -> None:
@@ -86,7 +86,7 @@ class Places:
         return len(self._holders)
 
     def note(self, keys: Sequence[int], replica: Hashable) -> None:
-        """Says that a request with these beginnings went to `replica`."""
+        """Notes that a request with these beginnings went to `replica`."""
         for key in keys:
             others = tuple(other for other in self._holders.pop(key, ()) if other != replica)
             self._holders[key] = (replica, *others)[: self._most]
@@ -94,11 +94,11 @@ class Places:
             self._holders.popitem(last=False)
 
     def rank(self, keys: Sequence[int], queues: Mapping[Any, int]) -> list[list[Any]]:
-        """Groups replicas in the order in which they should be asked. Within a group the shortest queue counts.
+        """Groups replicas in the order in which to ask them. Within a group, the shortest queue decides.
 
         Args:
             keys: result of `beginnings`.
-            queues: number of requests of every replica there is.
+            queues: number of requests of every existing replica.
         """
         if not queues:
             return []
@@ -108,13 +108,13 @@ class Places:
         if not found and keys:
             found = [replica for replica in _two_for(keys[0], queues) if queues[replica] <= limit]
         if not found:
-            # not any two: when an idle one comes, the beginnings of all others would change places
+            # not any two: when an idle one joins, the beginnings of all others would move
             idlest = [replica for replica in queues if queues[replica] == least]
             found = random.sample(idlest, min(2, len(idlest)))
         return [found, random.sample(list(queues), min(2, len(queues)))]
 
     def _holding(self, keys: Sequence[int], queues: Mapping[Any, int]) -> list[Any]:
-        """The replicas that have the longest of the beginnings."""
+        """Returns the replicas that hold the longest known beginning."""
         for key in reversed(keys):
             if found := [replica for replica in self._holders.get(key, ()) if replica in queues]:
                 return found
@@ -122,7 +122,7 @@ class Places:
 
 
 def _two_for(key: int, replicas: Iterable[Any]) -> list[Any]:
-    """Two replicas by rendezvous hashing: one that comes takes few keys of each, one that goes leaves its own alone."""
+    """Returns two replicas by rendezvous hashing, so that few keys move when a replica joins or leaves."""
 
     def weight(replica: Any) -> int:
         mixed = (_number(replica) ^ key) * REPLICA_FACTOR & WORD
@@ -133,5 +133,5 @@ def _two_for(key: int, replicas: Iterable[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _number(replica: Any) -> int:
-    """64 bits, the same in every process."""
+    """Returns 64 bits that are the same in every process."""
     return int.from_bytes(hashlib.blake2b(str(replica).encode(), digest_size=KEY_BYTES).digest(), "big")

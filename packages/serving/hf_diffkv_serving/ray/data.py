@@ -13,13 +13,13 @@ from .engine import EngineOptions, load_engine
 
 @dataclass(frozen=True)
 class AnsweredRow:
-    """The columns that a row gets.
+    """Columns that are added to a row.
 
     Attributes:
-        answer: the text; None where there is none.
-        answer_ids: its tokens, among them the one that ended it.
+        answer: text of the answer; None if there is none.
+        answer_ids: its tokens, including the one that ended it.
         prompt_tokens, answer_tokens: numbers of tokens.
-        error: why there is no answer; None where there is one.
+        error: reason why there is no answer; None if there is one.
     """
 
     answer: str | None
@@ -33,11 +33,11 @@ COLUMNS = tuple(column.name for column in fields(AnsweredRow))
 
 
 class _EngineFailedError(Exception):
-    """The engine ended with all requests that it had."""
+    """Signals that the engine ended, with all its requests."""
 
 
 class Generate:
-    """Answers a column of prompts, for `Dataset.map_batches`; each actor has a model and an engine of its own.
+    """Answers a column of prompts, for `Dataset.map_batches`. Each actor has its own model and engine.
 
         dataset.map_batches(
             hf_diffkv.ray.Generate,
@@ -47,20 +47,20 @@ class Generate:
         )
 
     A prompt is a text, a list of messages (for the chat template) or a list of token ids. Rows keep their columns and
-    get those of `AnsweredRow`. A row that cannot be answered says why in "error", and the others go on: a prompt for
-    which there is no room, one of another kind, or one with which the engine failed when it ran it by itself.
+    get those of `AnsweredRow`. If a row cannot be answered, "error" says why, and the others continue. Its prompt
+    has no room, is of another type, or made the engine fail even when it ran alone.
 
-    Batches may be `pyarrow.Table`s, `pandas.DataFrame`s or dicts of NumPy arrays, and come back as they came. Several
-    may be under way at once: the engine takes the rows of all.
+    Batches may be `pyarrow.Table`s, `pandas.DataFrame`s or dicts of NumPy arrays, and are returned as the same type.
+    Several may be under way at once, and the engine runs the rows of all.
 
     Args:
         model, **options: fields of `EngineOptions`.
         prompts: name of the column of prompts.
-        max_new_tokens: most tokens of an answer; None takes the limit of the model's generation configuration, or
-            without one as many as there is room for.
+        max_new_tokens: maximum tokens per answer; None uses the limit in the model's generation configuration or, if it
+            has none, as many as there is room for.
 
     Raises:
-        EvaluationError, ValueError, MemoryError: `load_engine` raises it.
+        EvaluationError, ValueError, MemoryError: raised by `load_engine`.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Generate:
         self._alone: asyncio.Lock = asyncio.Lock()
 
     async def __call__(self, batch: Any) -> Any:
-        """The batch with the columns of `AnsweredRow`.
+        """Returns the batch with the columns of `AnsweredRow`.
 
         Raises:
-            ValueError: it has no column of prompts.
+            ValueError: the batch has no column of prompts.
         """
         answers = await self.answers(_column(batch, self._column))
         return _with_columns(batch, dict(zip(COLUMNS, map(list, zip(*map(astuple, answers))))))
 
     async def answers(self, prompts: list[Any]) -> list[AnsweredRow]:
-        """One for each prompt."""
+        """Returns an answer for each prompt."""
         while self._alone.locked():
             async with self._alone:
                 pass
@@ -97,11 +97,11 @@ class Generate:
         return found
 
     def close(self) -> None:
-        """Ends the engine, and all that it has under way."""
+        """Ends the engine and all its requests."""
         self._manager.stop(hard_stop=True)
 
     async def _answer(self, prompt: Any) -> AnsweredRow:
-        """Raises `_EngineFailedError` if the engine ends with it."""
+        """Answers a prompt. Raises `_EngineFailedError` if the engine ends with it."""
         try:
             ids = self._tokens(prompt)
             self._manager.check_request(len(ids), self._max_new_tokens)
@@ -153,7 +153,7 @@ class Generate:
             self._manager.start()
 
     def _tokens(self, prompt: Any) -> list[int]:
-        """Raises `ValueError` for what is no prompt."""
+        """Returns the token ids. Raises `ValueError` if it is no prompt."""
         items = [] if isinstance(prompt, str) or not hasattr(prompt, "__iter__") else list(prompt)
         ids: list[int] = []
         if isinstance(prompt, str):
@@ -173,7 +173,7 @@ class Generate:
 
 
 def _column(batch: Any, name: str) -> list[Any]:
-    """Raises `ValueError` where there is no such column."""
+    """Returns a column. Raises `ValueError` if there is none of that name."""
     names = list(getattr(batch, "column_names", batch))
     if name not in names:
         raise ValueError(f"there is no column {name!r} among {names}; say by prompts= which one has the prompts.")
@@ -192,7 +192,7 @@ def _with_columns(batch: Any, columns: dict[str, list[Any]]) -> Any:
 
 
 def _arrow(name: str, values: list[Any]) -> Any:
-    """An Arrow array, of the right type also where all values are None or empty."""
+    """Returns an Arrow array that has the right type even if all values are None or empty."""
     import pyarrow
 
     types = {"answer_ids": pyarrow.list_(pyarrow.int64()), "answer": pyarrow.string(), "error": pyarrow.string()}

@@ -1,4 +1,4 @@
-"""An engine for many requests from plain values, which can travel to other machines."""
+"""An engine for many requests, built from plain values that can be sent to other machines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hf_diffkv.running.models import load_config, load_model
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Model of a worker and options of its engine.
+    """Model and engine options of a worker.
 
     Attributes:
         model: Hub id, short name, or a folder that every machine has.
         config: fields of `DiffKVConfig`, or the name of a preset; `max_bytes` is the budget of one worker.
-        dtype: "auto", or the name of one of PyTorch's.
-        device: None takes a GPU where the worker has one.
+        dtype: "auto", or the name of a PyTorch dtype.
+        device: name of a device; None uses a GPU if the worker has one.
         generation: fields of `GenerationConfig` for all requests, such as `do_sample` and `temperature`.
         batching: fields of `ContinuousBatchingConfig`, such as `max_requests_per_batch` and `seed`.
-        max_length: most tokens of a request, prompt and answer; None is as many as the model has positions.
-        prefixes: arguments of `PrefixStore` beside the model and the configuration, such as {"device_bytes": 1 << 30};
-            None keeps no prefixes.
+        max_length: maximum tokens per request, prompt and answer together; None for the model's number of positions.
+        prefixes: arguments of `PrefixStore` after model and configuration, such as {"device_bytes": 1 << 30}; None
+            keeps no prefixes.
     """
 
     model: str
@@ -38,14 +38,14 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """A model, its tokenizer, and a `DiffKVBatchingManager` that was not started."""
+    """A model, its tokenizer, and a `DiffKVBatchingManager` that has not been started."""
 
     model: Any
     tokenizer: Any
     manager: Any
 
     def start(self) -> None:
-        """Starts the manager, and ends it with the process: its thread alone would keep an ended worker alive."""
+        """Starts the manager and stops it with the process, since its thread would keep an ended worker alive."""
         self.manager.start()
 
         def end() -> None:
@@ -57,11 +57,11 @@ class LoadedEngine:
 
 
 def load_engine(options: EngineOptions) -> LoadedEngine:
-    """Loads a model and makes the engine of all its requests.
+    """Loads a model and makes the engine for all its requests.
 
     Raises:
         EvaluationError: the model cannot be loaded.
-        ValueError, MemoryError, UnsupportedModelError: `DiffKVBatchingManager` raises it.
+        ValueError, MemoryError, UnsupportedModelError: raised by `DiffKVBatchingManager`.
     """
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints

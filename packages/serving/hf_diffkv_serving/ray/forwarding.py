@@ -14,9 +14,9 @@ from ray.serve.exceptions import BackPressureError
 
 from .beginnings import Wanted, beginnings
 
-# replicas that may die with a request before its client is told
+# replicas that may die with a request before its client gets an error
 ATTEMPTS = 4
-# of a scope, what is plain
+# plain fields of a scope
 PLAIN = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
 STREAM = b"text/event-stream"
 
@@ -25,14 +25,14 @@ class Forwarding:
     """Passes HTTP on to replicas.
 
     Args:
-        replicas: the handle of their deployment.
+        replicas: handle of their deployment.
     """
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas.options(stream=True).answer
 
     async def __call__(self, request: Request) -> Response:
-        """The answer of a replica; 503 where one after another dies, 429 where too many wait."""
+        """Returns a replica's answer, 503 if one after another dies, or 429 if too many requests wait."""
         body = await request.body()
         scope = {name: request.scope[name] for name in PLAIN if name in request.scope}
         wanted = Wanted(beginnings(_parsed(body)), request.query_params.get("replica"))
@@ -43,7 +43,7 @@ class Forwarding:
             except RayActorError:
                 continue
             except asyncio.CancelledError:
-                # the client has gone
+                # the client has disconnected
                 answer.cancel()
                 raise
             except BackPressureError as error:
@@ -66,7 +66,7 @@ class ForwardedAnswer:
         self._more = True
 
     async def begin(self) -> None:
-        """Waits for the first bytes. Raises `RayActorError` if the replica dies before: nothing is lost then."""
+        """Waits for the first bytes. Raises `RayActorError` if the replica dies first; nothing is lost then."""
         while self._more and not self._begun:
             self._begun = self._take(await anext(self._messages))
 
@@ -100,7 +100,7 @@ class ForwardedAnswer:
             self.cancel()
 
     def _take(self, messages: list[dict[str, Any]]) -> bytes:
-        """Notes the beginning of an answer, and returns the bytes that follow."""
+        """Notes the start message of an answer, and returns the bytes that follow."""
         found = []
         for message in messages:
             if message["type"] == "http.response.start":
@@ -123,7 +123,7 @@ def _error(kind: str, reason: str) -> dict[str, Any]:
 
 
 def _event(reason: str) -> bytes:
-    """An event of a stream that clients of OpenAI's protocol raise."""
+    """Returns a stream event that clients of OpenAI's protocol raise as an error."""
     return f"event: error\ndata: {json.dumps(_error('server_error', reason))}\n\n".encode()
 
 

@@ -1,4 +1,4 @@
-"""`generate`: a data set answered into a folder, which a second run completes where the first one ended."""
+"""`generate`: answers a data set into a folder. A second run continues where the first one ended."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Summary:
 
     Attributes:
         answered, failed: rows of this run with an answer, and with an error instead.
-        skipped: rows that the folder had before.
-        prompt_tokens, answer_tokens: numbers of tokens of this run's prompts and answers.
+        skipped: rows that were in the folder before.
+        prompt_tokens, answer_tokens: numbers of tokens in this run's prompts and answers.
     """
 
     answered: int = 0
@@ -35,7 +35,7 @@ class Summary:
 
 
 class Parts:
-    """Parquet files in a folder; one that is there is whole.
+    """Parquet files in a folder, each of which is complete.
 
     Args:
         path: a folder, or a URI that `pyarrow.fs` understands, such as s3://bucket/folder.
@@ -48,14 +48,14 @@ class Parts:
             self._files, self._folder = fs.FileSystem.from_uri(path)
 
     def make(self) -> None:
-        """Makes the folder, and removes what ended workers left half written."""
+        """Makes the folder, and removes files that ended workers left half written."""
         self._files.create_dir(self._folder, recursive=True)
         for info in self._files.get_file_info(fs.FileSelector(self._folder)):
             if info.base_name.startswith("writing-"):
                 self._files.delete_file(info.path)
 
     def keys(self, column: str) -> set[Any]:
-        """The values of a column in all files.
+        """Returns the values of a column in all files.
 
         Raises:
             ValueError: a file lacks it.
@@ -71,7 +71,7 @@ class Parts:
         return found
 
     def write(self, table: pyarrow.Table, keys: list[Any]) -> None:
-        """Writes rows into a file of their own, in place of one of the same keys."""
+        """Writes rows to their own file, replacing one with the same keys."""
         name = hashlib.sha256(repr(keys).encode()).hexdigest()[:24] + SUFFIX
         half = f"{self._folder}/writing-{name}"
         with self._files.open_output_stream(half) as file:
@@ -84,7 +84,7 @@ class GenerateParts(Generate):
 
     Args:
         path, key: arguments of `generate`.
-        done: reference to Ray's object with the keys of answered rows.
+        done: reference to a Ray object with the keys of answered rows.
         model, **options: arguments of `Generate`.
     """
 
@@ -96,7 +96,7 @@ class GenerateParts(Generate):
         """Answers and writes a batch, and returns the fields of a `Summary` as a row.
 
         Raises:
-            ValueError: there is no column of keys or of prompts.
+            ValueError: the batch has no column of keys or of prompts.
         """
         if self._key not in batch.column_names:
             raise ValueError(f"there is no column {self._key!r} among {batch.column_names}; key= names one that is.")
@@ -123,26 +123,25 @@ def generate(
     progress: bool = True,
     **options: Any,
 ) -> Summary:
-    """Answers a data set into Parquet files in a folder, once for each row; a further run goes on where one ended.
+    """Answers a data set into Parquet files in a folder, once for each row. A later run continues where one ended.
 
-    A file is written under another name and renamed, so that one that is there is whole. Rows whose key is in the
-    folder are skipped, also those that have an error. A worker that dies is replaced by Ray, and its rows are answered
-    anew. Read the answers with `ray.data.read_parquet(path)`.
+    A file is written under another name and then renamed, so that it is always complete. Rows whose key is in the
+    folder are skipped, even if they have an error. If a worker dies, Ray replaces it, and its rows are answered again.
+    Read the answers with `ray.data.read_parquet(path)`.
 
     Args:
         dataset: dataset with a column of prompts and one of keys.
         path: folder that all machines see, or a URI that `pyarrow.fs` takes.
-        key: name of the column whose values tell rows apart, integers or texts.
-        concurrency: number of actors, each with a model of its own; or the fewest and the most.
-        batch_size: number of rows that are answered and written together. While one batch ends, the next one is under
-            way.
+        key: name of the column whose values identify rows, integers or texts.
+        concurrency: number of actors, each with its own model, or the fewest and the most.
+        batch_size: number of rows that are answered and written together. The next batch starts while one finishes.
         workers: further arguments of `map_batches`, such as `num_gpus` and `num_cpus`.
-        progress: whether to show a line with tokens beside the bars of Ray Data.
+        progress: whether to show a line with token counts besides Ray Data's progress bars.
         **options: arguments of `Generate`: the model, the column of prompts and so on.
 
     Raises:
-        ValueError: the folder has files of something else; no such columns.
-        ray.exceptions.RayError: workers failed for another reason than a row.
+        ValueError: the folder has other files, or columns are missing.
+        ray.exceptions.RayError: workers failed for a reason other than a row.
     """
     parts = Parts(str(path))
     parts.make()

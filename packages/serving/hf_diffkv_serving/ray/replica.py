@@ -26,11 +26,11 @@ class ReplicaOptions:
     """Options of the server in a replica.
 
     Attributes:
-        name: name by which clients ask for the model; None takes the model's own.
+        name: name by which clients request the model; None for `EngineOptions.model`.
         chat_template: template that replaces the tokenizer's.
-        seed: seed for requests that have none; None draws another one each time.
+        seed: seed from which requests without one get theirs; None for a random one.
         operation: key, limits and times of each replica.
-        log_format: format of lines in the replicas' logs, "text" or "json".
+        log_format: format of the replicas' logs, "text" or "json".
     """
 
     name: str | None = None
@@ -41,18 +41,18 @@ class ReplicaOptions:
 
 
 class Replica:
-    """Serves one model; Ray Serve makes as many of it as are wanted.
+    """Serves one model. Ray Serve makes as many replicas as are wanted.
 
     Args:
         options: options of its engine. `generation` is for requests that do not set their own sampling.
         served: options of its server.
 
     Raises:
-        EvaluationError, ValueError, MemoryError: `load_engine` raises it. Ray Serve tries again, then reports it.
+        EvaluationError, ValueError, MemoryError: raised by `load_engine`. Ray Serve tries again, then reports it.
     """
 
     def __init__(self, options: EngineOptions, served: ReplicaOptions) -> None:
-        # requests say how their tokens are drawn; the engine's own way is for all of them
+        # each request has its own sampling; the engine's setting would apply to all of them
         loaded = load_engine(replace(options, generation={"do_sample": False}))
         self._engine = loaded.manager
         loaded.start()
@@ -67,17 +67,17 @@ class Replica:
         self._ending: set[asyncio.Task] = set()
 
     def check_health(self) -> None:
-        """Raises `RuntimeError` where the engine has ended: Ray Serve then starts another replica in place of this."""
+        """Raises `RuntimeError` if the engine has ended, upon which Ray Serve replaces this replica."""
         if not self._engine.is_running():
             raise RuntimeError(f"the engine has ended: {self._engine.failure}")
 
     async def answer(self, wanted: Wanted, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[dict[str, Any]]]:
-        """The messages of ASGI that answer a request, those that have come since the last ones together.
+        """Yields the ASGI messages that answer a request, in lists of those that have come since the last list.
 
         A caller that stops reading ends the request.
 
         Args:
-            wanted: wishes of the request, which only the router reads.
+            wanted: preferences of the request, which only the router reads.
             scope, body: ASGI scope and body of the request.
         """
         sent: asyncio.Queue[dict | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""The request router of the replicas: Ray Serve asks it where a request goes."""
+"""The replicas' request router, which Ray Serve asks where a request goes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-# Ray copies all that this module defines, so a class of requests must stand in another one to be the same for senders
+# Ray copies everything this module defines, so classes that senders use too must be defined in another module
 from .beginnings import Places, Wanted
 
 
@@ -20,15 +20,15 @@ class BeginningRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Groups of replicas to ask, one after another."""
+        """Returns groups of replicas to ask, one after another."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         wanted = _wanted(pending_request)
         if pending_request is not None:
-            # where all of them are full, wait before asking again
+            # if all of them are full, wait before asking again
             pending_request.routing_context.should_backoff = True
         if named := [replica for name, replica in replicas.items() if name.unique_id == wanted.replica]:
             return [named]
-        # a replica that was not asked lately counts as idle, and is asked before it gets anything
+        # a replica that was not asked recently counts as idle, and is asked before it gets anything
         queues = {name: self.replica_queue_len_cache.get(name) or 0 for name in replicas}
         return [[replicas[name] for name in group] for group in self._places.rank(wanted.keys, queues)]
 

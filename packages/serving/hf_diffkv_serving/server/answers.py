@@ -1,4 +1,4 @@
-"""Shared parts of the answers of all routes: their head, counts of tokens, logprobs, and events of streams."""
+"""Parts shared by the answers of all routes: the base class, token counts, logprobs and stream events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .errors import RefusedError
 from .generation import Asked, Generation, Run, Step
 from .text import NO_CHARACTER
 
-# what OpenAI's protocol has for the logarithm of 0
+# how OpenAI's protocol writes the logarithm of 0
 NEVER = -9999.0
 
 
@@ -27,7 +27,7 @@ class Served:
     """Model and engine that answer all requests.
 
     Attributes:
-        name: name by which clients ask for the model.
+        name: name by which clients request the model.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Answer(ABC):
-    """Answer to one request. Each route has a subclass with its form.
+    """Answer to one request. Each route has a subclass with its format.
 
     Attributes:
         body: validated body of the request.
@@ -55,15 +55,15 @@ class Answer(ABC):
 
     @abstractmethod
     def asked(self, usual: Sampling) -> Asked:
-        """Returns the request to the engine. Called on a thread of its own. Raises `RefusedError`.
+        """Returns the request for the engine. Called on a separate thread. Raises `RefusedError`.
 
         Args:
-            usual: sampling where the body does not set its own.
+            usual: sampling for the fields that the body leaves out.
         """
 
     @abstractmethod
     def whole(self, run: Run, answers: list[Step]) -> dict[str, Any]:
-        """Returns the object to send if no stream is asked for."""
+        """Returns the object to send if no stream is requested."""
 
     @abstractmethod
     def events(self, run: Run) -> AsyncIterator[str]:
@@ -80,7 +80,7 @@ class Answer(ABC):
             reason = f"the model {wanted!r} does not exist; this server has {self.served.name!r}."
             raise RefusedError(404, reason, "model", "model_not_found")
         generation = self.served.generation
-        # a long text takes seconds to tokenise, in which other clients are answered
+        # a long text takes seconds to tokenise; other clients are answered meanwhile
         asked = await asyncio.to_thread(self.asked, generation.sampling)
         run = await generation.start(self.request_id, asked)
         if self.body.stream:
@@ -97,13 +97,13 @@ class Answer(ABC):
             run.close()
 
     def logprobs(self, token: int, logprob: float) -> dict[str, Any]:
-        """Returns the logprob of one token. Its bytes are null if the token is a part of a character."""
+        """Returns the logprob of one token. Its bytes are null if the token is only part of a character."""
         text = self.served.tokenizer.decode([token])
         raw = None if NO_CHARACTER in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, NEVER), "bytes": raw}
 
     def with_top(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
-        """Returns `logprobs` of a token with the likeliest tokens in its place."""
+        """Returns `logprobs` of a token along with the likeliest tokens at its position."""
         return {**self.logprobs(token, found.logprob), "top_logprobs": [self.logprobs(*each) for each in found.top]}
 
 
@@ -117,7 +117,7 @@ def event(content: Any, name: str | None = None) -> str:
 
 
 def usage_of(run: Run) -> dict[str, Any]:
-    """Counts of tokens, of all answers together."""
+    """Token counts of all answers together."""
     return {
         "prompt_tokens": run.prompt_tokens,
         "completion_tokens": run.completion_tokens,

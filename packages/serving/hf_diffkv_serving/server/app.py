@@ -1,4 +1,4 @@
-"""The application: routes of OpenAI's protocol, one that says what is held, and clients that go away."""
+"""The application: routes of OpenAI's protocol, one for statistics, and the handling of disconnects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from ..batching.manager import DiffKVBatchingManager
 from ..batching.sampling import Sampling
 
-# refuses releases whose server is another one
+# rejects releases with a different server
 from . import parts  # noqa: F401, I001
 from .answers import Answer, Served
 from .chat import ChatAnswer, ChatBody
@@ -38,10 +38,10 @@ def build_app(
     """Returns an application that serves `model` through `engine`, which has been started.
 
     Args:
-        name: name by which clients ask for the model.
+        name: name by which clients request the model.
         tokenizer: fast tokenizer of the model.
-        sampling: sampling of requests that do not set their own; None takes that of `model.generation_config`.
-        seed: seed for requests that have none; None draws another one each time.
+        sampling: sampling for requests that do not set their own; None uses that of `model.generation_config`.
+        seed: seed from which requests without one get theirs; None for a random one.
     """
     usual = Sampling.of(model.generation_config) if sampling is None else sampling
     drop_invalid_template(tokenizer, model)
@@ -105,11 +105,11 @@ def statistics(engine: DiffKVBatchingManager) -> dict[str, Any]:
 
 
 class Disconnection:
-    """ASGI middleware that ends the requests of a client that goes away, whether it was waiting or reading.
+    """ASGI middleware that ends a client's requests if it disconnects, whether it was waiting or reading.
 
     Args:
-        app: application behind the middleware.
-        gone: function that is called with the id of each request that the client had brought to the engine.
+        app: application that the middleware wraps.
+        gone: function called with the id of each request that was submitted to the engine for the client.
     """
 
     def __init__(self, app: Any, gone: Callable[[str], None]) -> None:
@@ -139,7 +139,7 @@ class Disconnection:
         listener = asyncio.ensure_future(listen())
         try:
             await asyncio.wait({app, listener}, return_when=asyncio.FIRST_COMPLETED)
-            # servers say that a client is gone also when all has been sent
+            # servers also report a disconnect after everything was sent
             if complete:
                 await app
         finally:

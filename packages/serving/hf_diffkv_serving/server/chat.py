@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: what it takes, and what it answers."""
+"""`/v1/chat/completions`: its request body and its answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChatBody(SeveralChoices):
     tools: list[Tool] | None = None
     tool_choice: only("auto", "none") = None
     parallel_tool_calls: only(True) = None
-    # of Transformers' server: names for the chat template
+    # from Transformers' server: variables for the chat template
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: only({"type": "text"}) = None
     modalities: only(["text"]) = None
@@ -105,7 +105,7 @@ class ChatAnswer(Answer):
         return self._object("chat.completion", choices, usage=usage_of(run))
 
     async def events(self, run: Run) -> AsyncIterator[str]:
-        # of a stream with counts, chunks without say so
+        # in a stream with token counts, other chunks have null
         usage = {"usage": None} if self.body.with_usage else {}
         called = dict.fromkeys(run.open, 0)
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: what it takes, and what it answers."""
+"""`/v1/completions`: its request body and its answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .fields import MOST_LOGPROBS, Count, SeveralChoices, only, refusal
 from .generation import Asked, Run, Step
 from .text import joined
 
-# prompts, and answers, of one request
+# maximum prompts, and maximum answers, per request
 MOST_PROMPTS = 2048
 
 
 def _prompts(value: Any) -> Any:
-    """A list of strings and of token ids, whatever form of the four it had."""
+    """Returns any of the four forms as a list of strings and of token ids."""
     if isinstance(value, str) or isinstance(value, list) and value and all(type(each) is int for each in value):
         value = [value]
     if not isinstance(value, list) or not value or len(value) > MOST_PROMPTS:
@@ -61,11 +61,11 @@ class CompletionAnswer(Answer):
         )
 
     def _ids(self, prompt: str | list[int], place: int) -> list[int]:
-        """Raises `RefusedError` for what has no tokens in this model."""
+        """Returns the token ids. Raises `RefusedError` if there are none or the model lacks one."""
         if isinstance(prompt, str):
             try:
                 ids = self.served.tokenizer(prompt).input_ids
-            # text that UTF-8 cannot say
+            # text that UTF-8 cannot represent
             except (TypeError, ValueError) as error:
                 raise RefusedError(400, f"prompt {place} is no text: {error}", "prompt") from error
             if not ids:
@@ -103,7 +103,7 @@ class CompletionAnswer(Answer):
         return self._object([self._choice(i, step) for i, step in enumerate(answers)], usage=usage_of(run))
 
     async def events(self, run: Run) -> AsyncIterator[str]:
-        # of a stream with counts, chunks without say so
+        # in a stream with token counts, other chunks have null
         usage = {"usage": None} if self.body.with_usage else {}
         async for number, step in run:
             yield event(self._object([self._choice(number, step)], **usage))

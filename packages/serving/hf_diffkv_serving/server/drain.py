@@ -1,4 +1,4 @@
-"""Stopping: what is under way gets its time, and nobody is cut off without a last word."""
+"""Graceful shutdown: answers under way get time to finish, and every client gets a final message."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import uvicorn
 
 from .operation import ServerApp
 
-# seconds that connections have to close when all answers are complete
+# seconds that connections have to close once all answers are complete
 CLOSING = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Server(uvicorn.Server):
-    """Stops at the first signal once the answers under way are complete, and at the second at once.
+    """Stops at the first signal once the answers under way are complete, and at the second immediately.
 
-    Until then it says to whoever comes that it is stopping, so that balancers see it.
+    Until then, it tells new clients that it is stopping, so that load balancers notice.
 
     Args:
-        config: configuration of uvicorn for `served`.
+        config: uvicorn's configuration for `served`.
     """
 
     def __init__(self, config: uvicorn.Config, served: ServerApp) -> None:
@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: `signals` does, beyond the time in which uvicorn runs."""
+        """Does nothing: `signals` does, also before and after uvicorn runs."""
         yield
 
     @contextmanager
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         if health.draining_since is not None:
             self._served.log.message("stopped at once")
             sys.stderr.flush()
-            # threads of the engine would go on to the end of their forward
+            # the engine's threads would otherwise finish their forward
             os._exit(128 + sig)
         health.drain()
         self._served.log.message(
@@ -61,12 +61,12 @@ class Server(uvicorn.Server):
         )
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; whether to exit."""
+        """Returns whether to exit. uvicorn calls it ten times a second."""
         health, under_way = self._served.health, self._served.under_way
         if health.draining_since is not None:
             if health.grace_left <= 0 and not self._ended:
                 self._ended = True
                 under_way.end_all()
-            # none stays longer than its last events do
+            # no answer stays longer than its last events take
             self.should_exit = not under_way.answers
         return await super().on_tick(counter)

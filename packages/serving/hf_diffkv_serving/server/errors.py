@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-# of errors of clients by their status; what is not there is an `invalid_request_error`
+# types of client errors by status; all others are an `invalid_request_error`
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -25,12 +25,12 @@ class ErrorFields(BaseModel):
 
 
 class ErrorContent(BaseModel):
-    """The object of every error that is sent."""
+    """Body of every error response."""
 
     error: ErrorFields
 
 
-# of every route, for its description: FastAPI lists 422 otherwise, which is never sent
+# for the description of every route: FastAPI would otherwise list 422, which is never sent
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorContent, "description": "Refused, with the reason; 400 names the field that is wrong."},
     "5XX": {"model": ErrorContent, "description": "Not answered: the server is stopping, was too slow, or failed."},
@@ -43,8 +43,8 @@ class RefusedError(Exception):
     Args:
         status: HTTP status.
         param: field of the request that the error is about.
-        code: name of the error for programs.
-        headers: further headers of the response.
+        code: machine-readable name of the error.
+        headers: additional headers of the response.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class RefusedError(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def content(self) -> dict[str, Any]:
-        """The object that is sent."""
+        """Body of the response."""
         kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        # in ASCII: a request may have brought what UTF-8 cannot say
+        # in ASCII: a request may contain what UTF-8 cannot represent
         headers = dict(self.headers or {})
         return Response(json.dumps(self.content()), self.status, headers, media_type="application/json")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes `app` answer every error in one form."""
+    """Makes `app` report all errors in the same form."""
 
     def refused(request: Request, error: Any) -> Response:
         return error.response()
@@ -91,7 +91,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def from_validation(error: RequestValidationError) -> RefusedError:
-    """Names the first field that is wrong."""
+    """Returns an error that names the first invalid field."""
     found = error.errors()[0]
     # the first part says that it was in the body
     path = found["loc"][1:]

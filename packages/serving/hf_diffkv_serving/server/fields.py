@@ -1,6 +1,6 @@
-"""Fields that bodies of requests share, and what is refused of them.
+"""Fields that request bodies share, and the checks on them.
 
-Every field of OpenAI's protocol is either honoured or refused where it asks for something: `only` has the values that
+Every field of OpenAI's protocol is either honoured, or refused if it asks for something: `only` lists the values that
 ask for nothing. Types are strict, and unknown fields are errors.
 """
 
@@ -15,9 +15,9 @@ from pydantic_core import PydanticCustomError
 from ..batching.sampling import Sampling
 from .errors import RefusedError
 
-# an integer of 64 bits
+# range of a 64-bit integer
 LEAST_INTEGER, GREATEST_INTEGER = -(2**63), 2**63 - 1
-# alternatives and choices that a client may ask for
+# alternatives, choices and stop strings that a client may ask for
 MOST_LOGPROBS, MOST_CHOICES, MOST_STOPS = 20, 128, 16
 
 
@@ -27,7 +27,7 @@ def refusal(reason: str) -> PydanticCustomError:
 
 
 def only(*values: Any) -> Any:
-    """A field that is taken with these values, or None, and no other."""
+    """Returns the type of a field that accepts only these values or None."""
 
     def check(value: Any) -> Any:
         if value is not None and not any(type(value) is type(each) and value == each for each in values):
@@ -48,7 +48,7 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MO
 
 
 class Strict(BaseModel):
-    """An object of a request."""
+    """Base class of the objects in a request."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -60,17 +60,17 @@ class StreamOptions(Strict):
 
 
 class Body(Strict):
-    """Fields that all routes take.
+    """Fields that all routes accept.
 
-    Fields of `Sampling` that are left out take the server's values. `user` and its like are names for the operator and
-    change no answer.
+    `Sampling` fields that are left out use the server's values. `user` and similar fields are labels for the operator
+    and do not affect answers.
     """
 
     model: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # none of the next five is in every route of OpenAI's
+    # none of the next five is in all of OpenAI's routes
     top_k: Annotated[int, Field(ge=-1, le=GREATEST_INTEGER)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=LEAST_INTEGER, le=GREATEST_INTEGER)] | None = None
@@ -82,7 +82,7 @@ class Body(Strict):
     service_tier: only("auto", "default") = None
 
     def sampling(self, usual: Sampling, top_logprobs: int | None) -> Sampling:
-        """Returns the sampling of this request. Fields that it does not set are those of `usual`."""
+        """Returns the sampling of this request. Fields that it does not set come from `usual`."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.top_k is not None:
@@ -91,7 +91,7 @@ class Body(Strict):
 
 
 class SeveralChoices(Body):
-    """Fields of the routes that give several answers."""
+    """Fields of the routes that can return several answers."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Stops | None = None
@@ -102,12 +102,12 @@ class SeveralChoices(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 def one_of(body: Body, first: str, second: str) -> Any:
-    """The value of two names for one thing. Raises `RefusedError` where they differ."""
+    """Returns the value of a field with two names. Raises `RefusedError` if they differ."""
     one, other = getattr(body, first), getattr(body, second)
     if None not in (one, other) and one != other:
         raise RefusedError(400, f"{second}: it says otherwise than {first}; leave it out.", second)

@@ -1,4 +1,4 @@
-"""Brings requests to the engine, and what it says of them back."""
+"""Submits requests to the engine, and turns its outputs into answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .errors import RefusedError
 from .markup import Markup
 from .text import Transcript
 
-# ids of the requests that an HTTP request has brought to the engine
+# ids of the requests that an HTTP request has submitted to the engine
 submitted: ContextVar[list[str]] = ContextVar("submitted")
-# no token ends an answer
+# end token of answers without one
 NO_END = -1
-# tokens of an answer where neither its client nor the model says more
+# maximum tokens per answer unless its client or the model asks for more
 USUAL_LENGTH = 1024
 
 
@@ -34,15 +34,15 @@ class Asked:
 
     Attributes:
         prompts: token ids of each prompt.
-        boundaries: boundaries of the first prompt, in the form of `DiffKVBatchingManager.add_request`.
-        max_new_tokens: most tokens of an answer; None for the usual number, or as many as there is room for.
+        boundaries: boundaries of the first prompt, as in `DiffKVBatchingManager.add_request`.
+        max_new_tokens: maximum tokens per answer; None for the default number, or fewer if there is less room.
         n: number of answers to each prompt.
         stop: strings that end an answer.
         ignore_eos: whether the model's end tokens do not end an answer.
-        stream: whether tokens are wanted as they come.
-        parser: function from a prompt to the parser of thoughts and tools; None if there is none.
+        stream: whether to stream tokens as they are generated.
+        parser: function that returns a parser of reasoning and tool calls for a prompt; None for no parser.
         calls: whether the model may call tools.
-        continues: whether answers continue the text of their prompts, so that a space at their beginning stays.
+        continues: whether answers continue the text of their prompts, so that a leading space is kept.
     """
 
     prompts: list[list[int]]
@@ -74,24 +74,24 @@ class Step:
 
 
 class Run:
-    """Answers to one HTTP request while they are made: an iterator of an answer's number and its new part.
+    """Answers to one HTTP request while they are generated. Iterating yields an answer's number and its new part.
 
     Attributes:
-        prompt_tokens: number of tokens of all prompts.
-        cached_tokens: number of them that came from prefixes; final once the run has ended.
-        completion_tokens: number of tokens of all answers so far.
+        prompt_tokens: number of tokens in all prompts.
+        cached_tokens: number of prompt tokens that came from prefixes; final once the run has ended.
+        completion_tokens: number of tokens in all answers so far.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
-        # tuples of an answer's number and a step, or an error
+        # tuples of an answer's number and a step, or errors
         self.steps: asyncio.Queue[Any] = asyncio.Queue()
-        # numbers of the answers that are not done
+        # numbers of the unfinished answers
         self.open: set[int] = set()
         self.close: Callable[[], None] = lambda: None
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Step]]:
-        """Raises `RefusedError` where the engine fails."""
+        """Raises `RefusedError` if the engine fails."""
         try:
             while self.open:
                 found = await self.steps.get()
@@ -106,7 +106,7 @@ class Run:
             self.close()
 
     async def collect(self) -> list[Step]:
-        """All of each answer, in order."""
+        """Returns every answer as a whole, in order."""
         whole: dict[int, Step] = {}
         async for number, step in self:
             last = whole.setdefault(number, Step())
@@ -115,23 +115,23 @@ class Run:
 
 
 class Generation:
-    """Brings requests to an engine that runs already, and refuses those for which it has no room.
+    """Submits requests to a running engine, and refuses those for which it has no room.
 
     Args:
         engine: engine that has been started.
         tokenizer: fast tokenizer of the model.
-        sampling: sampling of requests that do not set their own, except for the seed.
-        seed: seed from which requests without one get theirs in the order of their arrival; None for any.
+        sampling: sampling for requests that do not set their own, except for the seed.
+        seed: seed from which requests without one get theirs, in order of arrival; None for a random one.
     """
 
     def __init__(
         self, engine: DiffKVBatchingManager, tokenizer: Any, sampling: Sampling, seed: int | None = None
     ) -> None:
         self.engine, self.tokenizer, self.usual = engine, tokenizer, sampling
-        # the first call may change the tokenizer's truncation, which several threads at once must not
+        # the first call may change the tokenizer's truncation, which concurrent threads must not do
         tokenizer("a")
         self._seeds = random.Random(seed)
-        # requests that a stop string has ended, and the engine not yet; an event is set once it has
+        # requests ended by a stop string but not yet by the engine; the event is set once it ends them
         self._stopped: dict[str, asyncio.Event] = {}
         config = engine.model.generation_config
         self._usual_length = max(config.max_new_tokens or 0, USUAL_LENGTH)
@@ -140,7 +140,7 @@ class Generation:
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling of the next request, where it does not set its own."""
+        """Sampling for the next request if it does not set its own."""
         return replace(self.usual, seed=self._seeds.getrandbits(63))
 
     @property
@@ -149,23 +149,23 @@ class Generation:
         return self.engine.prefixes is not None
 
     def check_alive(self) -> None:
-        """Raises `RefusedError` where the engine failed."""
+        """Raises `RefusedError` if the engine has failed."""
         error = self.engine.failure
         if error is not None:
             raise RefusedError(503, f"the engine failed and takes no requests: {error}")
 
     async def start(self, request_id: str, asked: Asked) -> Run:
-        """Brings a request to the engine.
+        """Submits a request to the engine.
 
         Raises:
-            RefusedError: there is no room for it, its name belongs to another one, or the engine is stopped.
+            RefusedError: there is no room for it, its id belongs to another request, or the engine has stopped.
         """
         if CHILD in request_id:
             raise RefusedError(400, f"x-request-id: {request_id!r} has {CHILD!r} in it; choose another id.")
         names = [f"{request_id}-{i}" if i else request_id for i in range(len(asked.prompts))]
         answers = [[name, *children(name, asked.n - 1)] for name in names]
         flat = [name for each in answers for name in each]
-        # whoever has all of an answer may use its id again
+        # a client that has received all of an answer may reuse its id
         for ended in [self._stopped[name] for name in flat if name in self._stopped]:
             await ended.wait()
         self.check_alive()
@@ -192,9 +192,9 @@ class Generation:
         return run
 
     def forget(self, request_id: str) -> None:
-        """Ends a request that nobody waits for; one that is done, or about to be, stays so."""
+        """Cancels a request that no client waits for, unless it is done or about to be."""
         if request_id not in self._stopped and request_id in self.engine.output_router.result_handlers:
-            # what still comes would otherwise be kept for whoever asks; it goes when the engine has cancelled it
+            # outputs that still arrive would otherwise be kept; the engine removes this handler on cancellation
             self.engine.register_result_handler(request_id, lambda output: None)
             self.engine.cancel_request(request_id)
 
@@ -218,7 +218,7 @@ class Generation:
             self.engine.register_result_handler(name, self._handler(answer, name))
             submitted.get([]).append(name)
         options = {"eos_token_id": ends, "num_children": len(names) - 1}
-        # a stop string ends an answer as soon as it is there
+        # a stop string ends an answer as soon as it appears
         options |= {"max_new_tokens": limit, "streaming": asked.stream or bool(asked.stop)}
         options["boundaries"] = () if first else asked.boundaries
         return self.engine.submit(prompt, names[0], asked.sampling, **options)
@@ -246,7 +246,7 @@ class Generation:
 
 
 class _Answer:
-    """One answer, from the outputs of the engine to the steps of its run."""
+    """Turns the engine's outputs for one answer into steps of its run."""
 
     def __init__(self, run: Run, number: int, transcript: Transcript, ends: list[int]) -> None:
         self._run, self._number, self._transcript, self._ends = run, number, transcript, ends
@@ -254,12 +254,12 @@ class _Answer:
         self._done = False
 
     def fail(self, error: RefusedError) -> None:
-        """Ends the run."""
+        """Ends the run with an error."""
         self._done = True
         self._run.steps.put_nowait(error)
 
     def take(self, output: Any) -> bool:
-        """Puts what is new into the run; whether the answer ended before the engine's."""
+        """Adds what is new to the run. Returns whether the answer ended before the engine's request."""
         if self._done:
             return False
         pieces = [] if self._taken else self._transcript.begin()
@@ -276,7 +276,7 @@ class _Answer:
         reason = None
         if self._done:
             pieces += self._transcript.end()
-            # it may also be ended before its time, as a server is that stops
+            # it may also be cut short, for example when the server stops
             last = output.generated_tokens[-1:]
             at_end = self._transcript.stopped or any(token in self._ends for token in last)
             reason = "stop" if at_end else "length"

@@ -1,4 +1,4 @@
-"""Whether the server takes requests, and why not."""
+"""Whether the server accepts requests, and if not, why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Health:
     """State of a server: ready, failed, or draining.
 
     Args:
-        grace: seconds that answers under way have once the server is told to stop.
+        grace: seconds that answers under way have to finish once the server is told to stop.
 
     Attributes:
         draining_since: `time.monotonic` when the server was told to stop; None before.
@@ -33,22 +33,22 @@ class Health:
 
     @property
     def grace_left(self) -> float:
-        """Seconds until answers under way are ended; infinite if the server was not told to stop."""
+        """Seconds until answers under way are ended; infinite if the server has not been told to stop."""
         if self.draining_since is None:
             return math.inf
         return max(0.0, self.draining_since + self.grace - time.monotonic())
 
     def drain(self) -> None:
-        """Begins to refuse new requests."""
+        """Starts refusing new requests."""
         if self.draining_since is None:
             self.draining_since = time.monotonic()
 
     def refusal(self) -> RefusedError | None:
-        """Returns the refusal of a new request, or None if it is taken."""
+        """Returns the refusal of a new request, or None if it is accepted."""
         if self.failure is not None:
             return RefusedError(503, f"the engine failed and takes no requests: {self.failure}", code="engine_failed")
         if self.draining_since is not None:
-            # a balancer has another server by then, or this one is back
+            # by then a balancer has another server, or this one is back
             headers = {"retry-after": str(math.ceil(self.grace_left) + 1)}
             return RefusedError(503, "the server is stopping and takes no requests.", code="draining", headers=headers)
         return None

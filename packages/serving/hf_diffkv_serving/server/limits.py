@@ -1,4 +1,4 @@
-"""Admission of requests by key and size, and only while the server takes requests and not too many wait."""
+"""Admits requests by key and size, and only while the server accepts them and not too many wait."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .errors import RefusedError
 from .health import Health
 from .under_way import Receive, Send, UnderWay, asks
 
-# seconds after which a client may try again where too many wait
+# seconds after which a client may try again if too many wait
 RETRY_AFTER = 1
 
 
 class ApiKey:
-    """ASGI middleware that asks for `Authorization: Bearer KEY`.
+    """ASGI middleware that requires `Authorization: Bearer KEY`.
 
     Args:
-        key: key that clients must send; None lets all in.
+        key: key that clients must send; None admits all.
         free: paths that need no key.
     """
 
@@ -39,16 +39,16 @@ class ApiKey:
         if self._wanted is None:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
-        # in a time that does not tell how much of it was right
+        # in a time that does not reveal how much of the key was right
         return hmac.compare_digest(given, self._wanted)
 
 
 class BodyLimit:
-    """ASGI middleware that refuses requests whose body is too large: by the length that they tell, or else once more
-    has come than is allowed. What is beyond is never held.
+    """ASGI middleware that refuses requests whose body is too large, by the declared length or as soon as more has
+    arrived than is allowed. The excess is never kept.
 
     Args:
-        most: bytes.
+        most: largest size in bytes.
     """
 
     def __init__(self, app: Any, most: int) -> None:
@@ -66,7 +66,7 @@ class BodyLimit:
             nonlocal came
             message = await receive()
             came += len(message.get("body", b""))
-            # the application ends as it does when a client goes away
+            # the application ends as if the client had disconnected
             return {"type": "http.disconnect"} if came > self._most else message
 
         async def reply(message: dict) -> None:
@@ -85,11 +85,11 @@ class BodyLimit:
 
 
 class Admission:
-    """ASGI middleware that refuses requests for answers while the server takes none, or too many wait.
+    """ASGI middleware that refuses API requests while the server accepts none, or those for answers if too many wait.
 
     Args:
-        app: knows how many answers are under way.
-        max_queue: requests that may wait; None is any number.
+        app: middleware that knows the answers under way.
+        max_queue: maximum number of waiting requests; None for no limit.
     """
 
     def __init__(self, app: UnderWay, engine: DiffKVBatchingManager, health: Health, max_queue: int | None) -> None:
@@ -113,6 +113,6 @@ class Admission:
         return None
 
     def _is_full(self, max_queue: int) -> bool:
-        # those whose body is being read will wait, too; what came since the last forward may still be let in
+        # requests whose body is being read will wait too; those since the last forward may still be admitted
         coming = sum(not answer.records for answer in self._app.answers)
         return self._engine.waiting + coming >= max_queue + self._engine.places

@@ -1,4 +1,4 @@
-"""Lines that the server writes on stderr, for each request and for other events, for people or as JSON."""
+"""Lines that the server writes to stderr for each request and for other events, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(frozen=True)
 class RequestLine:
-    """Fields of the line for a request whose answer is complete. Times are in seconds since the request came.
+    """Fields of the line for a request whose answer is complete. Times are in seconds since the request arrived.
 
     Attributes:
         id: `x-request-id`.
-        status: HTTP status; 499 if the client went away before there was one.
-        seconds: time of the end of the answer.
-        prompt_tokens: number of tokens of all its prompts.
+        status: HTTP status; 499 if the client disconnected before there was one.
+        seconds: time at which the answer ended.
+        prompt_tokens: number of tokens in all its prompts.
         cached_tokens: number of prompt tokens that came from prefixes.
-        generated_tokens: number of tokens of all its answers.
+        generated_tokens: number of tokens in all its answers.
         first_token_seconds: time of the first token; None if there was none.
         finish_reason: finish reasons of its answers, separated by commas; None if there is none.
     """
@@ -41,7 +41,7 @@ class RequestLine:
     finish_reason: str | None = None
 
     def __str__(self) -> str:
-        """Formats the line for people."""
+        """Formats the line as text."""
         parts = [f"{self.method} {self.path} {self.status}"]
         if self.finish_reason is not None:
             cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
@@ -49,39 +49,39 @@ class RequestLine:
             parts.append(self.finish_reason)
         if self.first_token_seconds is not None:
             parts.append(f"first token after {self.first_token_seconds:.2f} s")
-        # what a client calls its request may be anything
+        # a client may choose any id
         return f"{', '.join(parts)}, {self.seconds:.2f} s, {self.id!r}"
 
 
 class ServerLog:
-    """Writes lines.
+    """Writes lines to stderr.
 
     Args:
-        form: "text" is for people, "json" has one object in each line, with "time" and "event".
-        quiet: nothing in "text".
+        form: "text", or "json" for one object per line, with "time" and "event".
+        quiet: whether to write nothing in "text".
 
     Attributes:
-        json: whether that is the form.
+        json: whether the form is "json".
     """
 
     def __init__(self, form: LogFormat = "text", quiet: bool = False) -> None:
         self.json, self._quiet = form == "json", quiet
 
     def request(self, line: RequestLine) -> None:
-        """An answer is complete."""
+        """Writes the line of an answered request."""
         fields = {name: value for name, value in vars(line).items() if value is not None}
         fields = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
         self._write("request", fields, str(line))
 
     def statistics(self, found: dict[str, Any], text: str) -> None:
-        """Writes the result of `app.statistics`, or `text` in logs for people."""
+        """Writes the result of `app.statistics`, or `text` in text logs."""
         self._write("statistics", found, text)
 
     def message(self, text: str, shown: str | None = None) -> None:
         """Writes a message about the server.
 
         Args:
-            shown: text for people if its layout differs.
+            shown: text to write in text logs if its layout differs.
         """
         self._write("message", {"message": text}, text if shown is None else shown)
 

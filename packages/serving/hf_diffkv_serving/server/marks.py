@@ -1,11 +1,11 @@
-"""Ends of a chat's messages in its tokens, for requests that begin alike (beginnings.py)."""
+"""Positions in a chat's tokens where messages end, for requests with a common beginning (beginnings.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# neither begins as the other does, so one of them differs from what stands in its place
+# they begin differently, so at least one of them differs from the text it replaces
 OTHERS = ("0", "A")
 
 
@@ -22,13 +22,13 @@ def chat_marks(
     users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     found = set()
     for index in {*users[:1], *users[-1:]}:
-        # templates may refuse a beginning by itself, so all is there but what the user says
+        # templates may refuse a chat without the message, so only the user's text is replaced
         rendered = [render([*messages[:index], {**messages[index], "content": other}]) for other in OTHERS]
         found.add(min(_common(ids, other) for other in rendered))
     return tuple(sorted(mark for mark in found if 0 < mark < len(ids)))
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Returns the number of tokens that both begin with."""
+    """Returns the length of the common beginning."""
     pairs = zip(one, other)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

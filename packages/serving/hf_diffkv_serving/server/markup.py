@@ -1,4 +1,4 @@
-"""Finds thoughts and tool calls in a text as it comes, and says what is written like a call and is none."""
+"""Finds reasoning and tool calls in a text as it arrives, and treats what only looks like a call as text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _logger = logging.getLogger("hf_diffkv")
 
 
 def drop_invalid_template(tokenizer: Any, model: Any) -> None:
-    """Removes a `response_template` of the tokenizer that no parser can be made of, and warns."""
+    """Removes the tokenizer's `response_template` if no parser can be built from it, and warns."""
     try:
         build_response_parser(tokenizer, model, [])
-    # a template is data of whoever made the model
+    # a template is data from the model's author
     except Exception as error:
         _logger.warning("the tokenizer's response_template is invalid and ignored: %s", error)
         tokenizer.response_template = None
@@ -26,26 +26,26 @@ class Markup:
 
     Args:
         parser: parser of the answer.
-        again: function that returns a parser for the text behind a call that is none.
-        hidden: strings that are left out of such a call, because they are not text.
-        calls: whether tools may be called; if not, every call is none.
+        again: function that returns a parser for the text after an invalid call.
+        hidden: strings that are removed from such a call because they are not text.
+        calls: whether tools may be called; if not, every call is invalid.
     """
 
     def __init__(self, parser: Any, again: Callable[[], Any], hidden: Sequence[str] = (), calls: bool = True) -> None:
         self._parser, self._again, self._hidden, self._calls = parser, again, hidden, calls
-        # what was fed, from the last thing on that was said or is no text
+        # text fed after the last part that was returned or is not text
         self._unsaid = ""
 
     def begin(self) -> list[Any]:
-        """Returns the pieces that are known before the text."""
+        """Returns the pieces that are known before any text."""
         return self._pieces(lambda: self._parser.initial_events, "")
 
     def feed(self, text: str) -> list[Any]:
-        """Returns the pieces that are known with more text."""
+        """Returns the pieces that become known with more text."""
         return self._pieces(lambda: self._parser.feed(text), text)
 
     def end(self) -> list[Any]:
-        """Returns the last pieces: nothing follows."""
+        """Returns the last pieces, at the end of the text."""
         return self._pieces(lambda: self._parser.finalize()[1], "")
 
     def _pieces(self, events: Callable[[], list[dict[str, Any]]], text: str) -> list[Any]:
@@ -66,14 +66,14 @@ class Markup:
 
     def _note(self, event: dict[str, Any], following: dict[str, Any] | None) -> None:
         if event["type"] == "region_chunk" and not event["dirty"]:
-            # what else was there marked the beginning of a thought
+            # anything else there marked the beginning of reasoning
             starts = self._unsaid.startswith(event["text"])
             self._unsaid = self._unsaid[len(event["text"]) :] if starts else ""
         elif event["type"] == "region_close" and (following is None or following["type"] != "region_open"):
             self._unsaid = ""
 
     def _pieces_of(self, event: dict[str, Any]) -> list[Any]:
-        """Raises errors of several kinds if a call has another form than `ToolCall`, or there may be none."""
+        """Returns the pieces of an event. Raises various errors if a call is malformed or not allowed."""
         pieces = response_events_to_chunks([event])
         for piece in pieces:
             if isinstance(piece, ToolCall) and not self._calls:

@@ -1,4 +1,4 @@
-"""Messages of a chat and tools: what is taken, and how chat templates want it."""
+"""Chat messages and tools: what is accepted, and the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .fields import Strict, only, refusal
 from .marks import chat_marks
 
 TEXTS = ("text", "input_text", "output_text")
-# the last two come with outputs of earlier responses
+# the last two come with the output of earlier responses
 PART = {"type", "text", "annotations", "logprobs"}
 
 
 def text_of(content: Any) -> Any:
-    """The text of a content in parts; what is no list stays as it is."""
+    """Returns the text of a list of content parts, or anything else unchanged."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -58,12 +58,12 @@ class ToolCallGiven(Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    # of streams
+    # in streams
     index: int | None = None
 
 
 class Message(Strict):
-    """One message; what OpenAI's client gives as an answer may be handed back as it is."""
+    """One message. An answer from OpenAI's client may be passed back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -78,7 +78,7 @@ class Message(Strict):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates read."""
-        # templates do not know the name that newer models have for it
+        # templates do not know the newer name for this role
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = self.content or ""
         if self.tool_calls:
@@ -133,10 +133,10 @@ def prompt_of(
 
     Args:
         tools: tools in the form that chat templates read.
-        template_options: further variables of the chat template.
+        template_options: additional variables of the chat template.
 
     Raises:
-        RefusedError: the template does not take the chat, or has no place for tools.
+        RefusedError: the template does not accept the chat, or has no place for tools.
     """
     if tokenizer.chat_template is None:
         raise RefusedError(400, "the model has no chat template; use /v1/completions, or serve with --chat-template.")
@@ -149,7 +149,7 @@ def prompt_of(
     try:
         prompt = _rendered(tokenizer, given, tools, options)
         ignored = bool(tools) and prompt == _rendered(tokenizer, given, None, options)
-    # templates are programs, with errors of their own
+    # templates are programs and raise their own errors
     except Exception as error:
         raise RefusedError(400, f"the chat template does not take these messages: {error}", "messages") from error
     if ignored:
@@ -173,7 +173,7 @@ def boundaries_of(
     given = [message.for_template() for message in messages]
     try:
         return chat_marks(lambda said: _rendered(tokenizer, said, tools, template_options or {}), given, prompt)
-    # a template may want what was said
+    # a template may require the original text
     except Exception:
         return ()
 

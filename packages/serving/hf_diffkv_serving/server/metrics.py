@@ -30,11 +30,11 @@ class Metrics:
     """Counts and times of one server.
 
     Args:
-        engine: its records come here from now on.
+        engine: engine whose records are counted from now on.
     """
 
     def __init__(self, engine: DiffKVBatchingManager, health: Health) -> None:
-        # the time at which each of them began would double what is sent
+        # their creation times would double the output
         disable_created_metrics()
         registry = self._registry = CollectorRegistry()
         self._first = Histogram(
@@ -64,7 +64,7 @@ class Metrics:
         engine.records.ended = self.note_end
 
     def note_end(self, record: RequestRecord) -> None:
-        """A request has left the engine."""
+        """Counts a request that has left the engine."""
         self._finished.labels(record.finish_reason).inc()
         if record.ended is not None:
             self._whole.observe(record.ended - record.created)
@@ -74,17 +74,17 @@ class Metrics:
                 self._each.observe((record.last_token - record.first_token) / (record.generated_tokens - 1))
 
     def note_answer(self, path: str, status: int) -> None:
-        """An HTTP request was answered."""
+        """Counts an answered HTTP request."""
         self._http.labels(path if path in PATHS else "other", str(status)).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """All of it and its content type, in the form that the header `accept` asks for."""
+        """Returns all metrics, in the format that the header `accept` asks for, and their content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 class _EngineCollector(Collector):
-    """Asks the engine when it is asked."""
+    """Queries the engine on each collection."""
 
     def __init__(self, engine: DiffKVBatchingManager, health: Health) -> None:
         self._engine, self._health = engine, health

@@ -1,4 +1,4 @@
-"""Layers between clients and the application: limits, health, metrics, and a line for each request."""
+"""Layers between clients and the application: limits, health, metrics, and a log line for each request."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .under_way import Receive, Send, UnderWay
 
 REQUEST_ID_HEADER = REQUEST_ID.encode()
 HEALTH, METRICS = "/health", "/metrics"
-# a prompt of a million tokens, as their ids
+# enough for a prompt of a million token ids
 MAX_BODY = 16_000_000
-# of an answer whose client went away before it began
+# of an answer whose client disconnected before it began
 CLIENT_GONE = 499
 
 
@@ -34,13 +34,13 @@ class Operation:
     """Options of a running server.
 
     Attributes:
-        cors: whether to let in pages of any origin.
-        api_key: key that clients must send; None lets all in.
+        cors: whether to accept web pages of any origin.
+        api_key: key that clients must send; None admits all.
         open_metrics: whether `/metrics` needs no key.
-        max_queue: number of requests that may wait; None for any number.
-        max_body: most bytes of a request's body.
-        timeout: most seconds of an answer; None for no limit.
-        grace: seconds that answers under way have when the server is stopped.
+        max_queue: maximum number of waiting requests; None for no limit.
+        max_body: maximum bytes of a request's body.
+        timeout: maximum seconds per answer; None for no limit.
+        grace: seconds that answers under way have to finish when the server is stopped.
         log_level: log level of uvicorn and Transformers.
         log_every: seconds between lines of statistics; 0 for none.
     """
@@ -60,7 +60,7 @@ class ServerApp:
     """ASGI application: limits, health, metrics and logs around the application that answers requests.
 
     Args:
-        app: application that answers requests, and ends those of a client that goes away.
+        app: application that answers requests, and ends those of a client that disconnects.
         engine: engine of the application.
     """
 
@@ -73,7 +73,7 @@ class ServerApp:
         pages = _Pages(admission, self.health, self.metrics)
         self._app: Any = ApiKey(BodyLimit(pages, operation.max_body), operation.api_key, free)
         if operation.cors:
-            # around refusals as well: a page is not told of those otherwise
+            # also around refusals, which web pages could not read otherwise
             self._app = CORSMiddleware(self._app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
 
     async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
@@ -120,7 +120,7 @@ class ServerApp:
 
 
 class _Pages:
-    """ASGI middleware with the pages that say how the server is."""
+    """ASGI middleware that serves `/health` and `/metrics`."""
 
     def __init__(self, app: Any, health: Health, metrics: Metrics) -> None:
         self._app, self._health, self._metrics = app, health, metrics

@@ -1,6 +1,6 @@
-"""The parts of Transformers' server that are used: how a model's text becomes thoughts, calls of tools and an answer.
+"""The parts of Transformers' server used here, which split a model's text into reasoning, tool calls and an answer.
 
-Importing this module raises `ImportError` where a release has another server (`compat.SERVER`).
+Importing this module raises `ImportError` if the release has a different server (`compat.SERVER`).
 """
 
 # ruff: noqa: E402

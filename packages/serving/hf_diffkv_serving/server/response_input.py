@@ -1,4 +1,4 @@
-"""The input of `/v1/responses`, which may have the output of earlier ones in it, as messages of a chat."""
+"""Turns the input of `/v1/responses`, which may contain earlier output, into chat messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from .fields import refusal
 
-# fields of items: those that become a message, and those that say how an earlier output was made
+# fields of items: those that become a message, and those that describe an earlier output
 MESSAGE = {"role", "content", "reasoning_content"}
 MADE = {"type", "id", "status"}
 ITEMS = {
@@ -18,10 +18,10 @@ ITEMS = {
 
 
 def messages_of(value: Any) -> Any:
-    """A text, the parts of one, or items, as a list of messages that is yet to be validated.
+    """Returns a text, its parts, or items as a list of messages that is not yet validated.
 
     Raises:
-        PydanticCustomError: there is something that this server does not take.
+        PydanticCustomError: the input contains something that this server does not accept.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -30,7 +30,7 @@ def messages_of(value: Any) -> Any:
     if all("role" not in item and item.get("type") == "input_text" for item in value):
         return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
-    # of the answer that follows
+    # reasoning of the answer that follows
     thoughts: str | None = None
     for i, item in enumerate(value):
         kind = _checked_kind(item, i)
@@ -56,7 +56,7 @@ def _checked_kind(item: dict[str, Any], place: int) -> str:
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEMS:
         raise refusal(f"item {place} has type {kind!r}; this server takes {', '.join(ITEMS)}")
-    # clients hand back the fields that their library knows, empty ones included
+    # clients pass back all fields that their library knows, including empty ones
     unknown = {name for name, value in item.items() if value is not None} - ITEMS[kind] - MADE
     if unknown:
         raise refusal(f"item {place} has {min(unknown)!r}, which is unknown; leave it out")

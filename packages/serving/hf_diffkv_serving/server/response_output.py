@@ -1,4 +1,4 @@
-"""The output of `/v1/responses` as it grows, and the events that tell of it."""
+"""The output of `/v1/responses` as it grows, and the events that report it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Event = dict[str, Any]
 
 
 class ResponseOutput:
-    """Items of a response, from the steps of its answer.
+    """Builds the items of a response from the steps of its answer.
 
     Args:
-        request_id: id of the request, a part of the items' ids.
+        request_id: id of the request, part of the items' ids.
 
     Attributes:
         items: complete items, in order.
@@ -24,13 +24,13 @@ class ResponseOutput:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self.items: list[dict[str, Any]] = []
-        # the message or thought under way
+        # the message or reasoning under way
         self._open: dict[str, Any] | None = None
-        # of tokens whose text is not said yet
+        # of tokens whose text was not sent yet
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, step: Step, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """The events of what is new; `logprobs` are of its tokens."""
+        """Yields the events of a step. `logprobs` belong to its tokens."""
         self._logprobs += logprobs
         for piece in step.pieces:
             if isinstance(piece, ToolCall):
@@ -40,13 +40,13 @@ class ResponseOutput:
                 yield from self._text(piece)
 
     def end(self, complete: bool) -> Iterator[Event]:
-        """The events behind the last step; `complete` says whether the model ended its answer."""
+        """Yields the events after the last step. `complete` says whether the model ended its answer."""
         if not self._open and not any(item["type"] in ("message", "function_call") for item in self.items):
             yield from self._begin("message")
         yield from self.close("completed" if complete else "incomplete")
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """The events that end what is under way, if anything is."""
+        """Yields the events that end the item under way, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -102,7 +102,7 @@ class ResponseOutput:
         item |= {"arguments": call.arguments, "status": "completed"}
         yield {"type": "response.output_item.done", "output_index": len(self.items), "item": item}
         self.items.append(item)
-        # of what the call was written as
+        # they belong to the text of the call
         self._logprobs = []
 
     def _id(self, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: what it takes, and what it answers."""
+"""`/v1/responses`: its request body and its answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ResponseStreamOptions(Strict):
 
 
 def _flat(tools: Any) -> Any:
-    """Tools as chat completions have them are taken as well."""
+    """Flattens tools that have the form of chat completions."""
     if not isinstance(tools, list):
         return tools
     return [
@@ -49,7 +49,7 @@ class ResponseBody(Body):
     tools: Annotated[list[ResponseTool], BeforeValidator(_flat)] | None = None
     tool_choice: only("auto", "none") = None
     parallel_tool_calls: only(True) = None
-    # of Transformers' server: names for the chat template
+    # from Transformers' server: variables for the chat template
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
     text: only({}, {"format": {"type": "text"}}) = None
@@ -71,7 +71,7 @@ class ResponseBody(Body):
 
 
 class _Numbers:
-    """Numbers events, beginning with 0."""
+    """Numbers events from 0."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -86,7 +86,7 @@ class ResponseAnswer(Answer):
     """A response.
 
     Attributes:
-        numbered: numbers of the events of its stream.
+        numbered: counter of the events of its stream.
     """
 
     body: ResponseBody

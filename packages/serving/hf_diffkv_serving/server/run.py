@@ -1,4 +1,4 @@
-"""Runs the application until somebody stops it, and says from time to time what it does."""
+"""Runs the application until it is stopped, and logs statistics at intervals."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operat
     """Serves `app` until the process is interrupted; the engine runs meanwhile.
 
     Args:
-        listener: a socket with an address.
+        listener: socket that is bound to an address.
     """
     logging.set_verbosity(logging.log_levels[operation.log_level])
     served = ServerApp(app, engine, operation, log)
     # JSON is written by the log's own handlers
     own = {"log_config": None} if log.json else {}
     server = Server(uvicorn.Config(served, log_level=operation.log_level, **own), served)
-    # what is there stays, and collections that would look through it hold up every answer
+    # existing objects stay, and garbage collections that scan them would delay every answer
     gc.freeze()
     with server.signals():
         engine.start()
@@ -40,7 +40,7 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operat
                 server.run(sockets=[listener])
         finally:
             gc.unfreeze()
-            # their loop is closed, and the engine has yet to drop what it computes for clients that were cut off
+            # their loop is closed, and the engine has yet to drop its work for clients that were cut off
             engine.output_router.result_handlers.clear()
             engine.stop(hard_stop=True)
             if engine.prefixes is not None and engine.prefixes.has_folder:
@@ -71,7 +71,7 @@ def _lines(engine: DiffKVBatchingManager, log: ServerLog, every: float) -> Itera
 
 
 def line(found: dict[str, Any], rate: float) -> str:
-    """Formats the result of `statistics` for people.
+    """Formats the result of `statistics` as a line of text.
 
     Args:
         rate: tokens per second.

@@ -1,4 +1,4 @@
-"""Decodes tokens as they come: characters of several tokens, strings that end an answer, thoughts and tools."""
+"""Decodes tokens as they arrive: characters of several tokens, stop strings, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tokenizers.decoders import DecodeStream
 
 from .markup import Markup
 
-# what decoders put where bytes are no character
+# what decoders insert for bytes that form no character
 NO_CHARACTER = "\ufffd"
-# tokens of which a stream decodes the shortest part that is text
+# lengths tried for the tokens before a stream; the first that decodes to text is used
 SEED_TOKENS = (1, 4, 16)
 
 
 class StopStrings:
-    """Ends a text before the first of some strings that is complete.
+    """Ends a text before the first stop string that is complete.
 
     Attributes:
-        found: whether one was; nothing follows then.
+        found: whether there was one; no text follows then.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -28,9 +28,9 @@ class StopStrings:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """Returns text that is certain now and was not returned before. The rest may begin one of the strings."""
+        """Returns new text that is certain by now. The rest may be the beginning of a stop string."""
         self._held += text
-        # where each ends and begins: the one that is complete first counts, of several the longest
+        # end and start of each: the one that is complete first counts, or the longest of several
         places = ((self._held.find(string), string) for string in self._strings)
         ends = [(start + len(string), start) for start, string in places if start >= 0]
         if ends:
@@ -43,7 +43,7 @@ class StopStrings:
         return said
 
     def flush(self) -> str:
-        """Returns the rest of the text at its end."""
+        """Returns the rest at the end of the text."""
         said, self._held = self._held, ""
         return said
 
@@ -52,15 +52,15 @@ class StopStrings:
 
 
 class Transcript:
-    """Text of one answer, in the pieces in which it becomes known.
+    """Text of one answer, in pieces as they become known.
 
     A piece is a `str` of the answer, a `ReasoningText`, or a `ToolCall`.
 
     Args:
         tokenizer: fast tokenizer of the model.
-        markup: finds thoughts and tool calls, which need special tokens in the text; None leaves the text as it is.
+        markup: parser of reasoning and tool calls, for which the text keeps special tokens; None for plain text.
         stops: strings that end the answer and are left out of it.
-        before: tokens that the answer continues, so that a space at its beginning stays; none if it stands by itself.
+        before: tokens that the answer continues, so that a leading space is kept; empty if it stands alone.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Transcript:
     ) -> None:
         self._tokenizer, self._markup = tokenizer, markup
         self._stream = self._new_stream(before)
-        # tokens whose text is not known yet, and characters of those before
+        # tokens whose text is not known yet, and number of characters before them
         self._pending: list[int] = []
         self._decoded = 0
         self._stops = StopStrings(stops)
@@ -79,21 +79,21 @@ class Transcript:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found. Tokens behind it must not be added."""
+        """Whether a stop string was found. No tokens may be added after it."""
         return self._stops.found
 
     @property
     def decoded(self) -> int:
-        """Characters of all tokens so far, as far as they are complete."""
+        """Number of complete characters in all tokens so far."""
         return self._decoded
 
     def add(self, token: int) -> list[Any]:
-        """The pieces that are known with one more token."""
+        """Returns the pieces that become known with one more token."""
         self._pending.append(token)
         try:
             text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         except Exception:
-            # bytes that are no character, behind one that was said; tokenizers has no narrower error
+            # bytes that form no character, after one that was returned; tokenizers has no narrower error
             text = self._decode(self._pending)
             self._stream = self._new_stream(self._pending)
         if text:
@@ -102,11 +102,11 @@ class Transcript:
         return self._pieces(self._stops.feed(text))
 
     def end(self) -> list[Any]:
-        """The last pieces: nothing follows."""
+        """Returns the last pieces, at the end of the answer."""
         if self.stopped:
             pieces = []
         else:
-            # the stream keeps what may be the beginning of a character
+            # the stream holds back what may begin a character
             pieces = self._pieces(self._stops.feed(self._decode(self._pending)))
             pieces += self._pieces(self._stops.flush())
         if self._markup is not None:
@@ -114,7 +114,7 @@ class Transcript:
         return pieces
 
     def _new_stream(self, before: Sequence[int]) -> DecodeStream:
-        """Returns a stream that continues the last of the tokens `before` that are whole characters."""
+        """Returns a stream that continues the last few `before` tokens that form whole characters."""
         parts = (list(before[-size:]) for size in SEED_TOKENS if len(before))
         seed = next((part for part in parts if (text := self._decode(part)) and NO_CHARACTER not in text), [])
         return DecodeStream(seed, skip_special_tokens=self._markup is None)

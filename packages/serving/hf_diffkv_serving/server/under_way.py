@@ -1,4 +1,4 @@
-"""Answers under way, each of which can be ended before its time: when that is up, or the server stops."""
+"""Answers under way, each of which can be ended early: at its timeout, or when the server stops."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .errors import RefusedError
 
 Receive = Callable[[], Awaitable[dict]]
 Send = Callable[[dict], Awaitable[None]]
-# seconds for the last events of a stream that is ended; a client that reads nothing gets none
+# seconds for the last events of an ended stream; a client that reads nothing gets none
 LAST_EVENTS = 5.0
-# seconds that the engine may take for the forward before it ends a request, and between looks whether it has
+# seconds that the engine may take for its forward before it ends a request, and between checks
 SLOWEST_FORWARD, LOOK = 60.0, 0.1
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Reason for the early end of an answer.
+    """Reason why an answer ends early.
 
     Attributes:
         refusal: error for a client that has read nothing yet. A client that reads a stream gets the answer so far and
@@ -50,11 +50,11 @@ def asks(scope: dict) -> bool:
 
 
 class UnderWay:
-    """ASGI middleware that knows all answers under way.
+    """ASGI middleware that tracks all answers under way.
 
     Args:
-        app: ends the requests of a client that goes away.
-        timeout: seconds that an answer may take, from its request on; None is any.
+        app: application that ends the requests of a client that disconnects.
+        timeout: seconds that an answer may take from its request on; None for no limit.
     """
 
     def __init__(self, app: Any, engine: DiffKVBatchingManager, timeout: float | None) -> None:
@@ -64,7 +64,7 @@ class UnderWay:
     async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
         if not asks(scope):
             return await self._app(scope, receive, send)
-        # the engine's requests are added in the context of what follows
+        # the calls below add the engine's requests to it
         records = brought.get()
         if records is None:
             brought.set(records := [])
@@ -82,7 +82,7 @@ class UnderWay:
                 timer.cancel()
 
     def end_all(self) -> None:
-        """Ends all answers, as the server stops."""
+        """Ends all answers because the server stops."""
         for answer in list(self.answers):
             answer.end(shut_down())
 
@@ -91,7 +91,7 @@ class UnderWayAnswer:
     """One answer, between its client and the application.
 
     Args:
-        records: records of the requests that it brings to the engine, as they come.
+        records: records of the requests that it submits to the engine, as they come.
     """
 
     def __init__(self, engine: DiffKVBatchingManager, records: list[RequestRecord]) -> None:
@@ -118,7 +118,7 @@ class UnderWayAnswer:
         try:
             await app(scope, self._messages.get, reply)
         except Exception:
-            # what was cut short may complain
+            # an answer that was cut short may raise
             if self._ending is None:
                 raise
         finally:
@@ -127,7 +127,7 @@ class UnderWayAnswer:
             await self._ending.refusal.response()(scope, receive, send)
 
     def end(self, ending: Ending) -> None:
-        """Ends it, unless that was done."""
+        """Ends the answer unless it was ended before."""
         if self._ending is not None:
             return
         self._ending = ending
@@ -142,7 +142,7 @@ class UnderWayAnswer:
         self._leave_later(time.monotonic() + SLOWEST_FORWARD)
 
     def _leave_later(self, latest: float) -> None:
-        """Leaves when the engine has ended all requests and their last events had time to be read."""
+        """Leaves once the engine has ended all requests and the client had time to read their last events."""
         waits = any(record.ended is None for record in self.records) and time.monotonic() < latest
         loop = asyncio.get_running_loop()
         if waits:
@@ -151,5 +151,5 @@ class UnderWayAnswer:
             loop.call_later(LAST_EVENTS, self._leave)
 
     def _leave(self) -> None:
-        """Tells the application that the client has gone away."""
+        """Tells the application that the client has disconnected."""
         self._messages.put_nowait({"type": "http.disconnect"})
