@@ -1,4 +1,4 @@
-"""Tasks of tiny-lm: facts are stated once and asked for, and texts go on where the prompt ends."""
+"""Tasks of tiny-lm: facts are stated once and asked for, and texts continue where the prompt ends."""
 
 from __future__ import annotations
 
