@@ -1,4 +1,4 @@
-"""Generates from a file of prompts on as many processes as there are, each with a copy of the model and DiffKV caches.
+"""Generates answers to a file of prompts on all available processes, each with a copy of the model and DiffKV caches.
 
     accelerate launch examples/distributed_generate.py --prompts prompts.txt --output answers.jsonl
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     answers = []
     with state.split_between_processes(list(range(len(prompts)))) as mine:
-        # a process beyond the last prompt is given that one again
+        # a process past the last prompt is given the last prompt again
         mine = mine if state.process_index < len(prompts) else []
         batches = [mine[i : i + options.batch_size] for i in range(0, len(mine), options.batch_size)]
         title = f"process {state.process_index + 1} of {state.num_processes}"
@@ -78,9 +78,9 @@ def positive(text: str) -> int:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, empty lines left out; exits with a message where there are none."""
+    """Returns the prompts of a file without empty lines; exits with a message if there are none."""
     try:
-        # by line feeds alone: `splitlines` also splits at characters that a text may hold, such as U+2028
+        # split only at line feeds: `splitlines` also splits at characters that a text may contain, such as U+2028
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except OSError as error:
@@ -96,7 +96,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def check_output(path: Path) -> None:
-    """Exits with a message if the answers could not be written, before any are computed."""
+    """Exits with a message if the answers cannot be written, before any are computed."""
     if path.is_dir():
         sys.exit(f"--output {path} is a folder; name a file.")
     if not path.parent.is_dir():
@@ -107,7 +107,7 @@ def check_output(path: Path) -> None:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One answer per prompt: text, new tokens, and the bytes of the batch's cache in equal parts."""
+    """Returns one answer per prompt: text, new tokens, and an equal share of the bytes of the batch's cache."""
     if len(prompts) > 1 and tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1).to(model.device)
@@ -129,13 +129,13 @@ def generate(
 
 
 def length(ids: torch.Tensor, ends: int | list[int] | None) -> int:
-    """Number of tokens up to the first end token; an answer that ends before others of its batch is filled up."""
+    """Returns the number of tokens up to the first end token; shorter answers in a batch are padded."""
     ended = torch.isin(ids, torch.tensor(ends if ends is not None else [], dtype=ids.dtype)).nonzero()
     return int(ended[0]) + 1 if len(ended) else len(ids)
 
 
 def table(answers: list[dict[str, Any]], processes: int) -> str:
-    """Prompts, new tokens and bytes of every process, and of all."""
+    """Returns a table of prompts, new tokens and bytes, for every process and in total."""
     lines = [f"{'process':>8}{'prompts':>9}{'new tokens':>12}{'cache, MB':>11}{'dense, MB':>11}{'ratio':>8}"]
     for process in [*range(processes), None]:
         own = [answer for answer in answers if process in (None, answer["process"])]

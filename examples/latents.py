@@ -1,8 +1,8 @@
-"""Generates with a model that caches latents, and says what its cache holds (docs/latent.md).
+"""Generates with a model that caches latents, and reports what its cache holds (docs/latent.md).
 
     python examples/latents.py [--model zai-org/GLM-4.7-Flash] [--precision K8V8]
 
-Without a model it makes a tiny random one, whose text means nothing: it shows the calls and the bytes.
+Without --model, it uses a tiny random model, whose text is meaningless but which shows the calls and the bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def tiny_model() -> PreTrainedModel:
-    """A random model of GLM-4.7-Flash's kind."""
+    """A random model with GLM-4.7-Flash's architecture."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(Glm4MoeLiteConfig(**SIZES)).eval()
 

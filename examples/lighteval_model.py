@@ -1,20 +1,20 @@
 """A model for `lighteval custom`: lighteval's Transformers model, generating with a DiffKV cache.
 
-Arguments of the cache are below; docs/evaluation-harnesses.md has the command.
+The cache's arguments are below; docs/evaluation-harnesses.md has the command.
 """
 
-# lighteval takes the first model class it finds among this file's names, so the class itself is not imported
+# lighteval uses the first model class among this file's names, so the base class itself is not imported
 from lighteval.models.transformers import transformers_model
 
 import hf_diffkv  # noqa: F401 (registers the cache)
 
 CACHE_CONFIG = {"alpha_high": 3.0, "alpha_low": 0.0}
-# lighteval answers from here what was asked before, whatever the cache: one folder per configuration
+# lighteval reuses answers from here, whatever the cache, so use one folder per configuration
 ANSWERS = "lighteval-answers/diffkv-3-0"
 
 
 class DiffKVModel(transformers_model.TransformersModel):
-    """lighteval's Transformers model; requests of a batch are padded on the left."""
+    """lighteval's Transformers model; requests in a batch are padded on the left."""
 
     def __init__(self, config) -> None:
         super().__init__(

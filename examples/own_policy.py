@@ -1,8 +1,8 @@
-"""A policy of one's own: StreamingLLM's rule (ICLR 2024), which keeps a request's first tokens and the window.
+"""A custom policy: StreamingLLM's rule (ICLR 2024), which keeps a request's first tokens and the window.
 
     python examples/own_policy.py --model smollm2
 
-A policy is a frozen dataclass that extends `Policy`. `levels` decides after a prompt, `thresholds` decides for every
+A policy is a frozen dataclass that extends `Policy`. `levels` decides after a prompt, `thresholds` decides for each
 generated token that leaves the window, and `register_policy` gives the class its name.
 """
 
@@ -28,7 +28,7 @@ class FirstTokens(Policy):
     """Keeps a request's first tokens at the high precision and prunes every other token that leaves the window.
 
     Args:
-        first: number of first tokens that are kept.
+        first: number of first tokens to keep.
     """
 
     first: int = option(4, least=0)

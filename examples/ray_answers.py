@@ -1,8 +1,8 @@
-"""Answers a file of prompts on all machines of a Ray cluster, or on this one; a second run goes on where one ended.
+"""Answers a file of prompts on all machines of a Ray cluster, or on this one; a second run continues where one stopped.
 
     python examples/ray_answers.py --prompts prompts.jsonl --output answers --workers 8 --gpus 1
 
-`docs/distributed.md` says how a cluster is started.
+`docs/distributed.md` explains how to start a cluster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> Summary:
     add("--preset", help="quality, balanced or small")
     add("--quiet", action="store_true")
     options = parser.parse_args(arguments)
-    # after the library, which says how Ray is installed where it is missing
+    # imported after the library, which says how to install Ray if it is missing
     import ray
 
     config: dict[str, Any] = {"max_bytes": options.max_bytes}

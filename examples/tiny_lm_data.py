@@ -1,7 +1,7 @@
-"""Training text for tiny-lm: copying, recall, chained sums and Python source, with a loss weight for every character.
+"""Training text for tiny-lm: copying, recall, chained sums and Python source, with a loss weight per character.
 
-A document is a list of pieces `(text, weight)`. Only what a reader of the context can predict has weight 1; the random
-characters that set a task up have almost none, so the model is not paid for guessing them.
+A document is a list of pieces `(text, weight)`. Only what can be predicted from the context has weight 1; the random
+characters that set up a task have almost none, so that the model is not rewarded for guessing them.
 """
 
 import functools
@@ -36,19 +36,19 @@ def library_text(held_out: bool = False) -> str:
 
 
 def excerpt(rng: random.Random, length: int, held_out: bool = False) -> str:
-    """`length` consecutive characters of library text."""
+    """Returns `length` consecutive characters of library text."""
     source = library_text(held_out)
     start = rng.randrange(len(source) - length)
     return source[start : start + length]
 
 
 def filler(rng: random.Random, length: int, held_out: bool = False) -> str:
-    """One line of library text that cannot be taken for a fact or a question."""
+    """Returns one line of library text that cannot be mistaken for a fact or a question."""
     return excerpt(rng, length, held_out).translate(str.maketrans("\n@?", "   "))
 
 
 def facts(rng: random.Random, length: int, held_out: bool = False) -> tuple[dict[str, str], list[Piece]]:
-    """Lines `@key=dddd` among filler, about half of `length` characters: the pairs, and the pieces that state them."""
+    """Lines `@key=dddd` among filler, half of `length` characters or so: the pairs, and the pieces that state them."""
     key_length = rng.choice([2, 3])
     count = rng.randint(2, max(3, length // 50))
     pairs: dict[str, str] = {}
@@ -67,7 +67,7 @@ def facts(rng: random.Random, length: int, held_out: bool = False) -> tuple[dict
 
 
 def recall(rng: random.Random, length: int) -> list[Piece]:
-    """Facts, then questions `?key=dddd` about them up to `length` characters."""
+    """Facts, followed by questions `?key=dddd` about them, up to `length` characters."""
     pairs, pieces = facts(rng, length)
     keys = list(pairs)
     if rng.random() < 0.3:
@@ -94,7 +94,7 @@ def recall_prompt(rng: random.Random, length: int) -> tuple[str, str]:
 
 
 def chain(rng: random.Random, length: int) -> list[Piece]:
-    """`#a3b7|a3+b7>c0;...`: each operand shows the latest value of its letter, the result is the sum modulo 10."""
+    """`#a3b7|a3+b7>c0;...`: each operand shows the latest value of its letter; the result is the sum modulo 10."""
     names = rng.sample(string.ascii_lowercase, rng.randint(3, 12))
     values = {name: rng.randint(0, 9) for name in names}
     start = "#" + "".join(f"{name}{value}" for name, value in values.items()) + "|"
@@ -110,8 +110,8 @@ def chain(rng: random.Random, length: int) -> list[Piece]:
 
 
 def copying(rng: random.Random, length: int) -> list[Piece]:
-    """One to four random lines, then the same lines again in random order; its first character tells a line."""
-    # Repeating them in the same order would teach distances rather than looking up.
+    """One to four random lines, then the same lines again in random order, each identified by its first character."""
+    # Repeating them in the same order would teach distances rather than lookup.
     starts = rng.sample(SYMBOLS, rng.randint(1, 4))
     lines = [(start, "".join(rng.choices(SYMBOLS, k=rng.randint(3, 8))) + "\n") for start in starts]
     pieces: list[Piece] = [(start + rest, RANDOM) for start, rest in lines]
@@ -124,7 +124,7 @@ def copying(rng: random.Random, length: int) -> list[Piece]:
 
 
 def library(rng: random.Random, length: int) -> list[Piece]:
-    """Source text, partly predictable."""
+    """Source text, which is partly predictable."""
     return [(excerpt(rng, length), TEXT)]
 
 
@@ -132,7 +132,7 @@ Task = Callable[[random.Random, int], list[Piece]]
 
 
 def row(rng: random.Random, tasks: Mapping[Task, float], length: int) -> tuple[list[int], list[float]]:
-    """Token ids and loss weights of `length` characters: documents of tasks drawn by share, one after another."""
+    """Token ids and loss weights of `length` characters: documents of tasks drawn by share, one after the other."""
     ids: list[int] = []
     weights: list[float] = []
     while len(ids) < length:

@@ -1,8 +1,9 @@
-"""A model as wide and deep as tiny-lm that caches latents (multi-head latent attention), made from tiny-lm's weights.
+"""A model as wide and deep as tiny-lm that caches latents (multi-head latent attention), built from tiny-lm's weights.
 
-Everything but the attention is tiny-lm's. An attention takes over what the two forms share, by principal components:
-the faster half of the rotary pairs becomes the rotary part, whose key must serve both KV heads, the slower half becomes
-the part without positions, and the latent holds slower keys and values. Then they learn to predict as tiny-lm.
+Everything but the attention comes from tiny-lm. Each attention takes over what the two forms share, by principal
+components: the faster half of the rotary pairs becomes the rotary part, whose key must serve both KV heads; the slower
+half becomes the part without positions; the latent holds slower keys and values. Then they are trained to predict like
+tiny-lm.
 """
 
 from typing import Any
@@ -30,13 +31,13 @@ def make_config(llama: Any) -> YoutuConfig:
         qk_rope_head_dim=half,
         qk_nope_head_dim=half,
         v_head_dim=llama.head_dim,
-        # so that half as many pairs turn as fast as the faster half of tiny-lm's
+        # half as many pairs then rotate as fast as the faster half of tiny-lm's
         rope_parameters={"rope_type": "default", "rope_theta": llama.rope_parameters["rope_theta"] ** 0.5},
     )
 
 
 class Pupil:
-    """A latent model whose attentions learn from tiny-lm; nothing else of it is trained."""
+    """A latent model whose attention layers learn from tiny-lm; nothing else in it is trained."""
 
     def __init__(self, teacher: PreTrainedModel, ids: torch.Tensor) -> None:
         """Args:
@@ -59,7 +60,7 @@ class Pupil:
         return [layer.self_attn for layer in model.model.layers]
 
     def _inputs(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """Hidden states that go into the teacher's attentions, [tokens, hidden size] each."""
+        """Hidden states that enter the teacher's attention layers, each [tokens, hidden size]."""
         found: list[torch.Tensor] = []
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -72,7 +73,7 @@ class Pupil:
         return found
 
     def loss(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Mean divergence from the teacher's next characters, by weight."""
+        """Mean divergence from the teacher's predictions of the next characters, by weight."""
         expected = self.teacher(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
         divergence = F.kl_div(logits[:, :-1].float().log_softmax(-1), expected, reduction="none", log_target=True)
         return (divergence.sum(-1) * weights[:, 1:]).sum() / weights[:, 1:].sum()
@@ -80,13 +81,13 @@ class Pupil:
 
 @torch.no_grad()
 def convert(ours: nn.Module, theirs: nn.Module, states: torch.Tensor) -> None:
-    """Sets the weights of a latent attention from those of one with KV heads; `states` are its hidden states."""
+    """Sets the weights of a latent attention from one with KV heads; `states` are the latter's hidden states."""
     heads, dim, half = ours.num_heads, theirs.head_dim, theirs.head_dim // 2
     shared = theirs.num_key_value_groups
     groups = heads // shared
     query = theirs.q_proj.weight.view(heads, dim, -1)
     key, value = (part.weight.view(groups, dim, -1) for part in (theirs.k_proj, theirs.v_proj))
-    # a rotary pair of tiny-lm is (i, i + dim / 2), the fastest first; a pair stands for a complex number
+    # a rotary pair of tiny-lm is (i, i + dim / 2), fastest first; a pair stands for a complex number
     fast = [torch.arange(half // 2), torch.arange(half // 2) + half]
     slow = torch.cat([torch.arange(half // 2, half), torch.arange(half // 2, half) + half])
 
@@ -94,11 +95,11 @@ def convert(ours: nn.Module, theirs: nn.Module, states: torch.Tensor) -> None:
     complex_states = states.to(fast_key.dtype)
     asked = (complex_states @ fast_query.mT).abs().square().mean(1).view(groups, shared, -1).sum(1).sqrt()
     asked_keys = (complex_states @ fast_key.mT) * asked[:, None]
-    # [pairs, groups, groups]; the first component of the groups' keys, turned alike at every position
+    # [pairs, groups, groups]; the first component of the groups' keys, rotated alike at every position
     covariance = torch.einsum("gtp,htp->pgh", asked_keys, asked_keys.conj())
     first = torch.linalg.eigh(covariance)[1][..., -1].mT
     rotary_key = (first.conj() * asked)[..., None] * fast_key
-    # the conjugate of a query meets a key that stands for `first / asked` times this one
+    # the conjugate of a query meets a key that represents `first / asked` times this key
     turned = (first / asked).conj().repeat_interleave(shared, dim=0)[..., None] * fast_query
 
     slow_states = states @ query[:, slow].mT
@@ -119,5 +120,5 @@ def convert(ours: nn.Module, theirs: nn.Module, states: torch.Tensor) -> None:
 
 
 def _interleaved(pairs: torch.Tensor) -> torch.Tensor:
-    """Rows of real and imaginary parts in turn."""
+    """Interleaves rows of real and imaginary parts."""
     return torch.view_as_real(pairs).transpose(-1, -2).flatten(-3, -2)

@@ -1,6 +1,6 @@
 """The optimizer of tiny-lm: Muon for the matrices inside the blocks, AdamW for the rest.
 
-torch.optim.Muon computes in bfloat16, which takes some twenty times longer on processors without instructions for it.
+torch.optim.Muon computes in bfloat16, which is about twenty times slower on processors without bfloat16 instructions.
 """
 
 from collections.abc import Callable
@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-# Higher rates saturate attention before it has learnt to look up.
+# Higher rates saturate attention before it has learnt to look things up.
 MUON_LR = 5e-3
 ADAMW_LR = 5e-4
-# The quintic that drives singular values towards 1 in few iterations (https://kellerjordan.github.io/posts/muon).
+# The quintic that drives singular values to 1 in few iterations (https://kellerjordan.github.io/posts/muon).
 QUINTIC = (3.4445, -4.775, 2.0315)
 
 
 def has_bfloat16() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 by instructions of its own."""
+    """Whether this processor has instructions that multiply bfloat16 matrices."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
 def orthogonal(matrix: torch.Tensor, dtype: torch.dtype, iterations: int = 5) -> torch.Tensor:
-    """The matrix with all its singular values moved near 1, computed in `dtype`."""
+    """Returns the matrix with all singular values moved close to 1, computed in `dtype`."""
     a, b, c = QUINTIC
     x = matrix.to(dtype)
     tall = x.size(0) > x.size(1)
@@ -36,7 +36,7 @@ def orthogonal(matrix: torch.Tensor, dtype: torch.dtype, iterations: int = 5) ->
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose updates are orthogonal matrices, in bfloat16 where the processor has it, else in float32."""
+    """Momentum whose updates are orthogonal matrices, in bfloat16 if the processor supports it, else in float32."""
 
     def __init__(
         self, params: list[torch.nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
@@ -77,7 +77,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        # The same dictionaries as in the parts, so that a scheduler reaches them.
+        # The same dictionaries as in the parts, so that a scheduler can reach them.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()

@@ -1,16 +1,16 @@
-"""Train tiny-lm from scratch on a CPU, and watch it recall facts through a dense and through a compressed KV cache.
+"""Trains tiny-lm from scratch on a CPU, and shows how it recalls facts with a dense and with a compressed KV cache.
 
     python examples/train_tiny_lm.py --output tiny-lm --minutes 20 --max-length 320
     python examples/train_tiny_lm.py --output tiny-latent --architecture latent --steps 60 --tokens 512
     python examples/train_tiny_lm.py --eval-only examples/models/tiny-lm --characters 256
 
-A model that cannot look back has nothing to lose from a compressed cache, so the curriculum is about looking back:
+A model that cannot look back has nothing to lose from a compressed cache, so the curriculum teaches looking back:
 copying alone until it is exact, then recall and chained sums on short rows, then longer rows, and library source last
-(see tiny_lm_data.py). The latent model is made of tiny-lm's weights and only tuned (see tiny_lm_latent.py).
+(see tiny_lm_data.py). The latent model is built from tiny-lm's weights and only fine-tuned (see tiny_lm_latent.py).
 
-What it took: the first command with `--threads 1`, on a virtual machine with 2 cores of an Intel Xeon with AMX, reached
-tasks at 96 characters within 6 minutes, and at 601 s (step 1,244, tasks and text at 320 characters) recalled 0.97 of 32
-fresh prompts of 256 characters exactly, with DynamicCache and with DiffKV alike.
+Training time: with `--threads 1`, on a virtual machine with 2 cores of an Intel Xeon with AMX, the first command
+reached tasks at 96 characters within 6 minutes. At 601 s (step 1,244, tasks and text at 320 characters), the model
+recalled 0.97 of 32 fresh prompts of 256 characters exactly, both with DynamicCache and with DiffKV.
 """
 
 import argparse
@@ -56,7 +56,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """Tasks with their shares, the row length, and the fraction of the run by which the stage must give way."""
+    """Tasks with their shares, the row length, and the fraction of the run by which the stage must end."""
 
     name: str
     tasks: dict[data.Task, float]
@@ -77,7 +77,7 @@ def make_stages(max_length: int) -> list[Stage]:
 
 @dataclass
 class Curriculum:
-    """Progress of the run: its stage, its clock, the tokens of a step, and its accuracy on predictable ones."""
+    """Progress of the run: its stage, its clock, tokens per step, and accuracy on predictable characters."""
 
     stages: list[Stage]
     seconds: float
@@ -97,11 +97,11 @@ class Curriculum:
 
     @property
     def accuracy(self) -> float:
-        """Mean over the last steps; every batch is fresh, so no separate validation set is needed."""
+        """Mean over recent steps; every batch is fresh, so no separate validation set is needed."""
         return sum(self.accuracies) / max(1, len(self.accuracies))
 
     def advance(self) -> bool:
-        """Go to the next stage when this one is learnt or out of time."""
+        """Moves to the next stage if this one is learnt or out of time."""
         learnt = len(self.accuracies) == self.accuracies.maxlen and self.accuracy > 0.95
         if self.index + 1 == len(self.stages) or not (learnt or self.progress > self.stage.deadline):
             return False
@@ -110,7 +110,7 @@ class Curriculum:
         return True
 
     def batches(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Endless batches of the current stage, about as many tokens in each."""
+        """Yields endless batches of the current stage, each with about the same number of tokens."""
         rng = random.Random(seed)
         while True:
             length = self.stage.length
@@ -126,7 +126,7 @@ def make_dataset(curriculum: Curriculum, seed: int) -> datasets.IterableDataset:
 
 
 def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Mean cross-entropy of the next characters by weight, and the accuracy on the predictable ones."""
+    """Weighted mean cross-entropy of the next characters, and the accuracy on predictable ones."""
     logits, targets, weights = logits[:, :-1].float(), ids[:, 1:], weights[:, 1:]
     losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     correct = (logits.argmax(-1) == targets)[weights == data.PREDICTABLE]
@@ -134,7 +134,7 @@ def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 
 
 class TinyTrainer(Trainer):
-    """Trainer whose loss follows the weight of each character."""
+    """Trainer whose loss uses the weight of each character."""
 
     def __init__(self, *args: Any, curriculum: Curriculum, pupil: Pupil | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -159,7 +159,7 @@ class TinyTrainer(Trainer):
 def exact_recall(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: str, prompts: int, characters: int, seed: int
 ) -> float:
-    """Share of fresh prompts whose four-digit answer `model.generate` gives exactly."""
+    """Share of fresh prompts for which `model.generate` returns exactly the four-digit answer."""
     rng = random.Random(seed)
     questions, answers = zip(*(data.recall_prompt(rng, characters) for _ in range(prompts)), strict=True)
     right = 0
@@ -172,10 +172,10 @@ def exact_recall(
 
 
 def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
-    """The model as it is saved: bfloat16, and without the wrappers of training."""
-    # A config of its own: generating through DiffKV changes the attention that the config names.
+    """Returns the model as it is saved: in bfloat16, and without the training wrappers."""
+    # A separate config, because generating through DiffKV changes the attention that the config names.
     config = copy.deepcopy(model.config)
-    # Trainer turns the cache off.
+    # Trainer turns off the cache.
     config.use_cache = True
     twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     twin.load_state_dict(model.state_dict())
@@ -183,7 +183,7 @@ def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
 
 
 class Teacher(TrainerCallback):
-    """Moves the curriculum, shows progress in time rather than steps, and reports recall by generation."""
+    """Advances the curriculum, shows progress in time rather than steps, and reports recall during generation."""
 
     def __init__(
         self, curriculum: Curriculum, tokenizer: PreTrainedTokenizerBase, characters: int, reports: int, output: Path
@@ -235,10 +235,10 @@ def train(
     architecture: str = "llama",
     tokens: int = 2048,
 ) -> None:
-    """Train for `minutes` (or `max_steps`) and save model and tokenizer in `output`, at every report as well."""
+    """Trains for `minutes` (or `max_steps`) and saves model and tokenizer in `output`, also at every report."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    # Eager attention: at these lengths its backward pass is faster on a CPU than that of the fused kernel.
+    # Eager attention, because at these lengths its backward pass is faster on a CPU than the fused kernel's.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     pupil = None
     if architecture == "latent":
@@ -286,7 +286,7 @@ def train(
 
 
 def evaluate(folder: Path, prompts: int, characters: int, seed: int) -> None:
-    """Print the exact-match recall of a saved model through each cache."""
+    """Prints the exact-match recall of a saved model with each cache."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     print(f"{'cache':<14}{'characters':>12}{'prompts':>9}{'exact match':>13}")
     for cache in CACHES:

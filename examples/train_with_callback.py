@@ -1,9 +1,9 @@
-"""Train tiny-lm further, and see in the trainer's log what a DiffKV cache makes of it.
+"""Trains tiny-lm further, and logs how a DiffKV cache performs with it.
 
     python examples/train_with_callback.py --output tiny-lm-further --steps 40
 
-Every tenth step the callback continues the same prompts with a dense cache and with DiffKV and logs how many tokens
-agree and how many bytes were held; a tracker named in `report_to` gets the same figures.
+Every ten steps, the callback continues the same prompts with a dense cache and with DiffKV, and logs how many tokens
+agree and how many bytes were held. A tracker named in `report_to` gets the same figures.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def make_rows(count: int, length: int, seed: int) -> datasets.Dataset:
 def train(
     output: Path, steps: int, length: int = 256, prompts: int = 8, every_steps: int = 10
 ) -> list[dict[str, float]]:
-    """Trains and saves; what the callback logged, one entry per evaluation."""
+    """Trains and saves; returns what the callback logged, one entry per evaluation."""
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""`generate()` with a DiffKV cache, in the form in which Transformers loads custom generation methods."""
+"""`generate()` with a DiffKV cache, in the form that Transformers loads as a custom generation method."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ import hf_diffkv
 
 
 def generate(*args: Any, model: Any, cache_config: Any = None, **kwargs: Any) -> Any:
-    """Does what `model.generate` does, on a DiffKV cache.
+    """Does what `model.generate` does, with a DiffKV cache.
 
     Args:
-        *args: positional arguments of `GenerationMixin.generate`; they come when a model folder brings this file along.
+        *args: positional arguments of `GenerationMixin.generate`, passed if a model folder contains this file.
         model: a decoder-only model.
-        cache_config: dict of `DiffKVConfig` fields, or a `DiffKVConfig`; None takes `DiffKVConfig.for_model`.
-        **kwargs: everything else that `GenerationMixin.generate` takes. `cache` continues a `DiffKVCache`.
+        cache_config: dict of `DiffKVConfig` fields, or a `DiffKVConfig`; None uses `DiffKVConfig.for_model`.
+        **kwargs: other arguments of `GenerationMixin.generate`. `cache` continues a `DiffKVCache`.
 
     Returns:
-        The output of `GenerationMixin.generate`. `cache` of a dict output is the `DiffKVCache`.
+        The output of `GenerationMixin.generate`. In a dict output, `cache` is the `DiffKVCache`.
 
     Raises:
-        ValueError: another cache is asked for, or `cache_config` together with a cache that has its own configuration.
+        ValueError: another cache is requested, or `cache_config` is given with a cache that has its own configuration.
     """
-    # its name before Transformers 5.24 was past_key_values
+    # named past_key_values before Transformers 5.24
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     name = kwargs.pop("cache_implementation", None)
     if name not in (None, "diffkv"):
