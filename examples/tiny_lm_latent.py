@@ -1,9 +1,8 @@
 """A model as wide and deep as tiny-lm that caches latents (multi-head latent attention), built from tiny-lm's weights.
 
-Everything but the attention comes from tiny-lm. Each attention takes over what the two forms share, by principal
+Everything but the attention comes from tiny-lm. An attention takes over what the two forms share, by principal
 components: the faster half of the rotary pairs becomes the rotary part, whose key must serve both KV heads; the slower
-half becomes the part without positions; the latent holds slower keys and values. Then they are trained to predict like
-tiny-lm.
+half becomes the part without positions; the latent holds slower keys and values. Then they learn to match tiny-lm.
 """
 
 from typing import Any
