@@ -115,8 +115,7 @@ class Case:
         return np.stack(keys), np.stack(values), list(scores)
 
     def check_scores(self, row: int, before: np.ndarray, received: np.ndarray, got: np.ndarray) -> None:
-        """Checks the sums of a row's tokens, ordered as in `tokens`; narrow ones are rounded by the hash of the
-        index."""
+        """Checks the sums of a row's tokens, in the order of `tokens`; narrow ones are rounded by the index's hash."""
         expected = before + received
         if self.layout.high.score_bytes == 2:
             length = int(self.length[row // self.heads])
