@@ -7,7 +7,7 @@ not timed, and the other processes are idle meanwhile. Cases already in the outp
 `make llama-cpp` and `make models GGUF=1`.
 
     python benchmarks/cpu_stack.py [--models qwen2.5-coder-0.5b] [--tokens 256 4096] [--caches balanced q8_0]
-    python benchmarks/cpu_stack.py --table [--document] # prints the results; also writes README.md and docs/
+    python benchmarks/cpu_stack.py --table [--document]   # prints the results; also writes README.md and docs/
 """
 
 from __future__ import annotations

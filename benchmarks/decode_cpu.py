@@ -6,7 +6,7 @@ quartiles: processor time with one thread, elapsed time with several. Before a m
 lossless configuration must be as close to float32 as DynamicCache's.
 
     python benchmarks/decode_cpu.py [--models tiny-lm] [--contexts 1024 4096] [--threads 1 2] [--caches DiffKV]
-    python benchmarks/decode_cpu.py --report [--document] # tables and plots of the results
+    python benchmarks/decode_cpu.py --report [--document]   # tables and plots of the results
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ a warm system page cache. Before anything is timed, a restored cache must give e
 memory.
 
     python benchmarks/prefix_store.py [--model tiny-lm] [--lengths 512 1024 2048] [--threads 1] [--repeats 7]
-    python benchmarks/prefix_store.py --report # prints the table of results
+    python benchmarks/prefix_store.py --report      # prints the table of results
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ take turns in one process. The time to first token of a long prompt is measured 
 is timed, a lossless cache must produce the same text as `generate()`.
 
     python benchmarks/serving.py [--cases smollm2 llama-2x128] [--turns 2] [--threads 2]
-    python benchmarks/serving.py --report [--document] # prints the tables of results
+    python benchmarks/serving.py --report [--document]   # prints the tables of results
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ a system message, or found by comparing requests. Answers are compared with thos
 prompts are split into the same parts and all of them are computed.
 
     python benchmarks/shared_beginnings.py [--models tiny-lm smollm2] [--gap SECONDS] [--threads 2]
-    python benchmarks/shared_beginnings.py --report [--document] # prints the table of results
+    python benchmarks/shared_beginnings.py --report [--document]   # prints the table of results
 """
 
 from __future__ import annotations

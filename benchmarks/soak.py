@@ -6,7 +6,7 @@ every request has one answer and one line in the log, every greedy answer matche
 last event, every counter is back to zero, and the process does not grow.
 
     python benchmarks/soak.py [--seconds 1800] [--requests 5000]
-    python benchmarks/soak.py --report [--document] # prints the table; also writes docs/notes/serving.md
+    python benchmarks/soak.py --report [--document]   # prints the table; also writes docs/notes/serving.md
 """
 
 from __future__ import annotations

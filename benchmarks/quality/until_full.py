@@ -7,7 +7,7 @@ each length, copies of the caches read the next tokens, whose logits are compare
 the same turns, and are asked for all facts stated so far. Steps of the first two are timed in turns.
 
     python benchmarks/quality/until_full.py --model smollm2 --lengths 256,512,1024 --output until_full.json
-    python benchmarks/quality/until_full.py --plot until_full.png --output until_full.json # plots the results
+    python benchmarks/quality/until_full.py --plot until_full.png --output until_full.json  # plots the results
 
 Without a model, it also prints a table.
 """

@@ -1,7 +1,8 @@
 """Tables of the resources that compiled kernels need, with several Triton releases side by side.
 
-    python -m tools.kernels.report --json > FILE once per release python tools/kernels/compile_table.py FILE... >
-    benchmarks/results/compile_kernels.md python tools/kernels/compile_table.py --summary FILE...
+    python -m tools.kernels.report --json > FILE        once per release
+    python tools/kernels/compile_table.py FILE... > benchmarks/results/compile_kernels.md
+    python tools/kernels/compile_table.py --summary FILE...
 
 The summary has one line per kernel and target, with the maximum over all variants.
 """
