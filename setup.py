@@ -97,7 +97,7 @@ class AnyPythonWheel(bdist_wheel):
 
 
 def manylinux(tag: str, library: bytes) -> str:
-    """Returns a wheel's platform tag; for Linux, with the oldest glibc that has everything the library needs.
+    """A wheel's platform tag; for Linux, with the oldest glibc that has everything the library needs.
 
     The names of symbol versions appear literally in the library. It needs nothing newer of libstdc++.
     """

@@ -157,7 +157,7 @@ def main() -> None:
 
 
 def merged(side: Tensor) -> Tensor:
-    """Returns [tokens, heads * head_dim] from [1, heads, tokens, head_dim]."""
+    """[tokens, heads * head_dim] from [1, heads, tokens, head_dim]."""
     return side[0].transpose(0, 1).flatten(1)
 
 

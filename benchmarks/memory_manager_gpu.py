@@ -101,7 +101,7 @@ def check(step: Round, twin: Round) -> None:
 
 
 def repeatable(step: Round) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Returns a round that starts from the same tables every time, and the copies alone."""
+    """A round that starts from the same tables every time, and the copies alone."""
     saved = [tensor.clone() for tensor in step.state()]
 
     def restore() -> None:

@@ -86,7 +86,7 @@ class Way(NamedTuple):
 
 
 def ways(model: PreTrainedModel, ids: Tensor, folder: Path) -> dict[str, Way]:
-    """Returns all of them by name; the files they read are written into `folder`."""
+    """All of them by name; the files they read are written into `folder`."""
     prefix = ids[:, :-QUESTION]
     dense = DynamicCache(config=model.config)
     first_token(model, dense, prefix)
@@ -133,7 +133,7 @@ def check(model: PreTrainedModel, ids: Tensor, stayed: DiffKVCache, *stores: Pre
 
 
 def measure(model: PreTrainedModel, args: argparse.Namespace, length: int) -> list[dict]:
-    """Returns one row for each way."""
+    """One row for each way."""
     ids = draw(args.model, length + QUESTION)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         made = ways(model, ids, Path(folder))

@@ -114,7 +114,7 @@ def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: 
 
 
 def measure(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list[dict]:
-    """Returns one row for each variant."""
+    """One row for each variant."""
     requests = traffic(model.config.vocab_size, args.requests, args.gap)
     later, seen = [], set()
     for i, request in enumerate(requests):

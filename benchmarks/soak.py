@@ -105,7 +105,7 @@ class Process:
             await asyncio.sleep(EVERY)
 
     async def stop(self) -> int:
-        """Returns the exit code after a signal."""
+        """Exit code after a signal."""
         self._process.send_signal(signal.SIGTERM)
         return await asyncio.to_thread(self._process.wait, PATIENCE)
 
@@ -139,7 +139,7 @@ class Soak:
         self._codes: list[int] = []
 
     async def run(self) -> dict[str, Any]:
-        """Returns the results, and everything that was wrong."""
+        """Results, and whatever was wrong."""
         watching = [await self._start()]
         began, tasks, room = time.perf_counter(), [], asyncio.Semaphore(AT_ONCE)
         restart = None

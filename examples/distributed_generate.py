@@ -107,7 +107,7 @@ def check_output(path: Path) -> None:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Returns one answer per prompt: text, new tokens, and an equal share of the bytes of the batch's cache."""
+    """One answer per prompt: text, new tokens, and an equal share of the bytes of the batch's cache."""
     if len(prompts) > 1 and tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1).to(model.device)
@@ -129,13 +129,13 @@ def generate(
 
 
 def length(ids: torch.Tensor, ends: int | list[int] | None) -> int:
-    """Returns the number of tokens up to the first end token; shorter answers in a batch are padded."""
+    """Number of tokens up to the first end token; shorter answers in a batch are padded."""
     ended = torch.isin(ids, torch.tensor(ends if ends is not None else [], dtype=ids.dtype)).nonzero()
     return int(ended[0]) + 1 if len(ended) else len(ids)
 
 
 def table(answers: list[dict[str, Any]], processes: int) -> str:
-    """Returns a table of prompts, new tokens and bytes, for every process and in total."""
+    """A table of prompts, new tokens and bytes, for every process and in total."""
     lines = [f"{'process':>8}{'prompts':>9}{'new tokens':>12}{'cache, MB':>11}{'dense, MB':>11}{'ratio':>8}"]
     for process in [*range(processes), None]:
         own = [answer for answer in answers if process in (None, answer["process"])]

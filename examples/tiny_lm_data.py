@@ -43,7 +43,7 @@ def excerpt(rng: random.Random, length: int, held_out: bool = False) -> str:
 
 
 def filler(rng: random.Random, length: int, held_out: bool = False) -> str:
-    """Returns one line of library text that cannot be mistaken for a fact or a question."""
+    """One line of library text that cannot be mistaken for a fact or a question."""
     return excerpt(rng, length, held_out).translate(str.maketrans("\n@?", "   "))
 
 

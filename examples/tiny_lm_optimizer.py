@@ -23,7 +23,7 @@ def has_bfloat16() -> bool:
 
 
 def orthogonal(matrix: torch.Tensor, dtype: torch.dtype, iterations: int = 5) -> torch.Tensor:
-    """Returns the matrix with all singular values moved close to 1, computed in `dtype`."""
+    """The matrix with all singular values moved close to 1, computed in `dtype`."""
     a, b, c = QUINTIC
     x = matrix.to(dtype)
     tall = x.size(0) > x.size(1)

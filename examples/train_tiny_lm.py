@@ -172,7 +172,7 @@ def exact_recall(
 
 
 def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
-    """Returns the model as it is saved: in bfloat16, and without the training wrappers."""
+    """The model as it is saved: in bfloat16, without the training wrappers."""
     # A separate config, because generating through DiffKV changes the attention that the config names.
     config = copy.deepcopy(model.config)
     # Trainer turns off the cache.

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fetch(name: str, source: Source, models: Path, keep_gguf: bool = False) -> Path:
-    """Returns the folder of a model, which is made now if it does not exist.
+    """Returns the folder of a model, making it if necessary.
 
     The folder is built next to its final location and moved there once it is complete.
 

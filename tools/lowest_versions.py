@@ -20,7 +20,7 @@ REQUIREMENT = re.compile(r"([\w-]+)\s*>=\s*([\w.]+)")
 
 
 def lowest_versions(requirements: list[str]) -> dict[str, str]:
-    """Returns the lower bound of each requirement by name, except for those left out.
+    """Lower bound of each requirement by name, except for those left out.
 
     Raises:
         ValueError: a requirement has no lower bound, or the bound does not come first.

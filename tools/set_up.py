@@ -173,7 +173,7 @@ def follow(command: Sequence[str], report: Report) -> float:
 
 
 def size_of(line: str) -> tuple[str, float]:
-    """Returns the wheel that a line of pip's output is about and its size in MB, or no size for other lines."""
+    """The wheel that a line of pip's output names and its size in MB, or no size for other lines."""
     if found := DOWNLOADED.match(line):
         return found[1].split("/")[-1], float(found[2]) * UNITS[found[3]]
     if (found := ON_DISK.match(line.rstrip())) and (path := Path(found[1])).is_file():

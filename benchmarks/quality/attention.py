@@ -61,7 +61,7 @@ def main() -> None:
 
 @torch.no_grad()
 def measure(model: Any, ids: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Returns one dictionary per layer and KV head."""
+    """One dictionary per layer and KV head."""
     cache = DynamicCache(config=model.config)
     output = model(torch.tensor([ids]), **passing(cache), output_attentions=True, logits_to_keep=1)
     heads = []

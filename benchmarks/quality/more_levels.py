@@ -94,7 +94,7 @@ def significance(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def with_levels(key: Tensor, value: Tensor, found: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
-    """Returns keys and values, [batch, heads, tokens, dim], as a cache with such levels would."""
+    """Keys and values, [batch, heads, tokens, dim], as read from a cache with such levels."""
     count = key.shape[2] - WINDOW
     matrices = [rotation_matrix(part.shape[3], torch.float32, part.device) for part in (key, value)]
     offset = key.float().mean(2, keepdim=True)

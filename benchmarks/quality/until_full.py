@@ -135,7 +135,7 @@ def report(cache: Any) -> dict[str, Any]:
 
 
 def methods(model: PreTrainedModel, ids: Tensor, options: argparse.Namespace) -> list[Method]:
-    """Returns the four caches; the budget is measured from what the preset holds at the end."""
+    """The four caches; the budget follows from what the preset holds at the end."""
     final = DiffKVConfig.for_model(model, preset=options.preset)
     cache = DiffKVCache(model, final)
     read(model, cache, ids, options.turn)

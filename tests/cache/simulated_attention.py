@@ -92,7 +92,7 @@ def simulated(model: PreTrainedModel, config: DiffKVConfig) -> Iterator[Simulate
 
 
 def _whole_mask(*args: Any, **kwargs: Any) -> Tensor:
-    """Returns bool [batch, 1, queries, keys], never None."""
+    """bool [batch, 1, queries, keys], never None."""
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, **kwargs)
 
@@ -100,7 +100,7 @@ def _whole_mask(*args: Any, **kwargs: Any) -> Tensor:
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Returns [batch, query_heads, queries, value_dim]; mask: bool [batch, 1, queries, keys]."""
+    """[batch, query_heads, queries, value_dim]; mask: bool [batch, 1, queries, keys]."""
     group = query.shape[1] // key.shape[1]
     logits = query @ key.repeat_interleave(group, 1).mT * scaling
     if softcap is not None:

@@ -124,7 +124,7 @@ def test_a_budget_is_kept_while_recording() -> None:
 
 
 def relative_means(layer, seen: Tensor) -> Tensor:
-    """Returns mean * N of every token of one forward, float32 [batch, heads, tokens], from a dense computation."""
+    """mean * N of every token of one forward, float32 [batch, heads, tokens], from a dense computation."""
     simulation = simulation_of(budget(None), layer)
     simulation.forward(layer.query, layer.key, layer.value, valid=layer.valid, **layer.options)
     index = (layer.valid.cumsum(-1) - 1)[:, None]

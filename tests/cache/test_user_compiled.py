@@ -26,7 +26,7 @@ def forgotten():
 
 
 def generate(model: PreTrainedModel, new: int = 8, config: DiffKVConfig = CONFIG) -> tuple[Tensor, Tensor, DiffKVCache]:
-    """Returns text, logits and cache."""
+    """Text, logits and cache."""
     ids, mask = ragged_prompts(LENGTHS)
     cache = DiffKVCache(model.config, config)
     output = greedy(model, ids, mask, new, **passing(cache))

@@ -24,7 +24,7 @@ WRITTEN = ("window_key", "window_value", "window_score", "length", "invalid")
 def state(
     dtype: torch.dtype, key_dim: int, value_dim: int, batch: int = 3, slots: int = 5, centered: bool = False
 ) -> tuple[LayerRows, Tensor, Tensor]:
-    """Returns rows, and a key and a value for each."""
+    """Rows, and a key and a value for each."""
     made = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

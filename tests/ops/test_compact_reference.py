@@ -82,7 +82,7 @@ class Rows:
         return torch.from_numpy(self.rng.normal(size=DIM)).to(DTYPE)
 
     def candidate(self, score: float, length: int) -> Token:
-        """Returns the second-newest token of a row."""
+        """The second-newest token of a row."""
         return Token(HIGH, self.draw().numpy(), self.draw().numpy(), score, length - 2)
 
     def read(self, row: int) -> list[Token]:
@@ -129,7 +129,7 @@ def run_step(rows: Rows, candidates: list[Token], leaving: list[bool], high: lis
 def algorithm_one(
     tokens: list[Token], candidate: Token, length: int, high: float, low: float
 ) -> tuple[list[Token], str]:
-    """Returns the tokens afterwards, and the branch that was taken."""
+    """The tokens afterwards, and the branch taken."""
     mean, high, low = candidate.mean(length), np.float32(high), np.float32(low)
     if mean < low:
         return tokens, "candidate pruned"

@@ -71,7 +71,7 @@ def choices(bits):
 
 
 def four_bytes(bits, rng):
-    """Returns random packed bytes, the words passed to the assembly, and the codes of each piece: int [pieces, 4]."""
+    """Random packed bytes, the words passed to the assembly, and the codes of each piece: int [pieces, 4]."""
     if lowest_field(bits) == bits:
         packed = rng.integers(0, 256, 4).astype(np.uint8)
         return [packed], np.stack([packed >> (bits * piece) & (2**bits - 1) for piece in range(8 // bits)])

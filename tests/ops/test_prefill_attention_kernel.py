@@ -61,7 +61,7 @@ def make_inputs(batch, query_heads, kv_heads, length, key_dim, value_dim=None, *
 
 
 def padding(*rows):
-    """Returns bool [rows, longest] from strings in which a dot means padding."""
+    """bool [rows, longest] from strings in which a dot means padding."""
     return torch.tensor([[letter != "." for letter in row] for row in rows])
 
 

@@ -102,7 +102,7 @@ class State:
         return new, placement, received
 
     def tokens(self, tier: int) -> set[tuple[int, int]]:
-        """Returns row and position of each token in a tier."""
+        """Row and position of each token in a tier."""
         tokens = stored_tokens(self.rows, tier)
         view = segments(self.rows.pages, self.rows.tiers[tier])
         position = view.positions(tokens.page, tokens.slot)

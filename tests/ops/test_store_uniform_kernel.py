@@ -63,7 +63,7 @@ def test_turns(high, low, dtype, fields, chunk, monkeypatch: pytest.MonkeyPatch)
 
 
 def matrices_of(state: State) -> torch.Tensor:
-    """Returns the feedback of four rows."""
+    """Feedback of four rows."""
     dim = state.dim
     return torch.eye(dim) + torch.rand(4, dim, dim, generator=state.generator).triu(1) * 4 / dim
 

@@ -84,7 +84,7 @@ class Pair:
         self.generator = torch.Generator().manual_seed(0)
 
     def model_moment(self, index: int) -> torch.Tensor:
-        """Returns a moment of R q whose factor is the one that the store uses for rounding."""
+        """A moment of R q whose factor is the one that the store uses for rounding."""
         factor = self.store.model_feedback.matrix[index].double().mT
         return factor @ factor.mT
 
@@ -117,7 +117,7 @@ class Pair:
         torch.testing.assert_close(output, expected, rtol=tolerance, atol=max(self.tolerance, self.output_tolerance))
 
     def rounded_sums(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the simulation's sums as the store's pages hold them, rounded to one of the two nearest numbers."""
+        """The simulation's sums as the store's pages hold them, rounded to one of the two nearest numbers."""
         rounded, index = sums.clone(), self.simulation._index
         for tier, layout in ((HIGH, self.store.layout.high), (LOW, self.store.layout.low)):
             tokens = stored_tokens(self.store.rows(0), tier)

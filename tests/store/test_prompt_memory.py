@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def attend(store: Store, tokens: int, seed: int) -> tuple[int, int]:
-    """Returns the peak of one layer's turn beyond its output, and the bytes of its keys and values."""
+    """Peak of one layer's turn beyond its output, and the bytes of its keys and values."""
     generator = torch.Generator().manual_seed(seed)
     # laid out as in models
     shapes = [(1, tokens, heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]

@@ -37,12 +37,12 @@ class Drawn:
     valid: Tensor | None
 
     def part(self, start: int, stop: int) -> Drawn:
-        """Returns the tokens [start, stop)."""
+        """The tokens [start, stop)."""
         parts = [tensor[:, :, start:stop] for tensor in (*self.queries, self.key, self.value)]
         return Drawn(parts[:-2], *parts[-2:], None if self.valid is None else self.valid[:, start:stop])
 
     def newest(self, count: int, tokens: int) -> list[Tensor]:
-        """Returns the first layer's whole query, and the others' for the newest `count` of the last `tokens` tokens."""
+        """The first layer's whole query, and the others' for the newest `count` of the last `tokens` tokens."""
         first, *others = self.queries
         return [first, *(query[:, :, query.shape[2] - min(count, tokens) :] for query in others)]
 

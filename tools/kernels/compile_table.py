@@ -23,7 +23,7 @@ Rows = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
 def read(files: Sequence[Path]) -> tuple[list[str], Rows]:
-    """Returns the releases in order and, for each (kernel, target), the resources it needs by release."""
+    """Releases in order and, for each (kernel, target), the resources it needs by release."""
     rows: Rows = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -74,7 +74,7 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Returns a sort key that orders numbers within a text by value."""
+    """A sort key that orders numbers within a text by value."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", text)]
 
 

@@ -83,7 +83,7 @@ def collect_variants(ops: Iterable[str] = OPS) -> list[KernelVariant]:
 
 
 def compile_variant(variant: KernelVariant, target: str) -> Any:
-    """Returns Triton's compiled kernel (`asm`, `metadata`) of `variant` for `target`, such as `sm_90` or `gfx942`."""
+    """Triton's compiled kernel (`asm`, `metadata`) of `variant` for `target`, such as `sm_90` or `gfx942`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -147,7 +147,7 @@ def _amd(compiled: Any) -> dict[str, Any]:
 
 
 def tool(name: str, *arguments: object) -> str:
-    """Returns the output of a tool that comes with Triton.
+    """Output of a tool that comes with Triton.
 
     Raises:
         FileNotFoundError: this build of Triton has no such tool.

@@ -156,7 +156,7 @@ def _instruction(address: int, op: str, operands: str, word: int) -> Instruction
 
 
 def inner_loops(code: Sequence[Instruction], labels: dict[str, int]) -> list[list[Instruction]]:
-    """Returns the bodies of the innermost loops, in order."""
+    """Bodies of the innermost loops, in order."""
     jumps = [(labels.get(each.target, each.address), each.address) for each in code if each.target]
     loops = [(first, last) for first, last in jumps if first < last]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
@@ -187,7 +187,7 @@ class _Warp:
 
 
 def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: float, processor: Processor) -> float:
-    """Returns the cycles per round of a loop when this number of warps runs it on a multiprocessor.
+    """Cycles per round of a loop when this number of warps runs it on a multiprocessor.
 
     Args:
         bytes_per_round: bytes that a warp copies from memory in a round, divided among the asynchronous copies in

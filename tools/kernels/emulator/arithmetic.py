@@ -140,7 +140,7 @@ def _fma(modifiers: list[str]) -> Operation:
 
 
 def odd_sum(a: Values, b: Values) -> Values:
-    """Returns a + b in float64, rounded to odd, so that rounding it again gives the result of a single rounding."""
+    """a + b in float64, rounded to odd, so that rounding it again gives the result of a single rounding."""
     total = a + b
     back = total - a
     error = (a - (total - back)) + (b - back)

@@ -82,7 +82,7 @@ class Emulator:
             Block(kernel.code, state, str(index)).run()
 
     def never_run(self, name: str) -> list[str]:
-        """Returns the copies, matrix products, barriers and stores of a kernel that no launch has reached."""
+        """Copies, matrix products, barriers and stores of a kernel that no launch has reached."""
         code = self.kernels[name].code
         wanted = ("mma", "wgmma", "ldmatrix", "stmatrix", "cp.async", "bar", "st.", "atom", "prmt")
         return [
@@ -93,7 +93,7 @@ class Emulator:
 
     @staticmethod
     def _parameters(kernel: Kernel, given: dict[str, Any]) -> dict[str, bytes]:
-        """Returns bytes by PTX name; the last ones are for scratch memory, which no kernel uses."""
+        """Bytes by PTX name; the last ones are for scratch memory, which no kernel uses."""
         declared = kernel.code.program.parameters
         values = [given[name] for name in kernel.runtime]
         values += [0] * (len(declared) - len(values))

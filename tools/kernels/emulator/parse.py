@@ -212,7 +212,7 @@ class _Body:
 
 
 def _split(text: str) -> list[str]:
-    """Returns the operands, split at commas outside brackets."""
+    """Operands, split at commas outside brackets."""
     parts, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "{[") - (letter in "}]")

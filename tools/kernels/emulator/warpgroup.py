@@ -106,7 +106,7 @@ def _rows(words: Values, type_: str) -> Values:
 def _from_shared(
     block: BlockState, descriptor: Reader, threads: slice, count: int, transposed: bool, type_: str
 ) -> tuple[Values, Values]:
-    """Returns [count, 16] numbers of a matrix in shared memory, the second dimension summed over, and their offsets."""
+    """[count, 16] numbers of a matrix in shared memory, the second dimension summed over, and their offsets."""
     given = block.spread(descriptor(block))[threads]
     if np.any(given != given[0]):
         raise PtxError("threads of a warp group disagree on a matrix descriptor")
