@@ -64,7 +64,7 @@ class Clock(StoppingCriteria):
             self.kernels = self.profile.stop()
 
     def seconds(self) -> list[float]:
-        """Per token."""
+        """Seconds per token."""
         pairs = list(zip(self.marks, self.marks[1:]))
         if self.gpu:
             torch.cuda.synchronize(self.device)

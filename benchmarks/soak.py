@@ -1,4 +1,4 @@
-"""Soaks a server in mixed traffic for a long time, on a CPU: `hf-diffkv serve` with tiny-lm and all kinds of clients.
+"""Soaks a server in mixed traffic for a long time on a CPU: `hf-diffkv serve` with tiny-lm and all kinds of clients.
 
 Clients ask for whole answers and streams, greedy and sampled, disconnect early, and send invalid requests. Halfway
 through, the server is stopped with SIGTERM and restarted with its folder of prefixes. Afterwards, nothing may be lost:

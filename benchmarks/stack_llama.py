@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 from stack_protocol import serve
 
-# of general.file_type
+# values of general.file_type
 FILE_TYPES = {"1": "F16", "2": "Q4_0", "7": "Q8_0", "14": "Q4_K_S", "15": "Q4_K_M", "17": "Q5_K_M", "18": "Q6_K"}
 # bytes of BLOCK elements in a cache
 BLOCK, BLOCK_BYTES = 32, {"f16": 64, "q8_0": 34, "q5_0": 22, "q4_0": 18}

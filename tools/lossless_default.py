@@ -1,4 +1,4 @@
-"""A pytest plugin that replaces whatever cache `generate()` would make by a lossless `DiffKVCache`.
+"""A pytest plugin that replaces whatever cache `generate()` would make with a lossless `DiffKVCache`.
 
 It writes the outcome of every test, and the number of forwards through a `DiffKVCache`, to the file
 `HF_DIFFKV_RESULTS`. With `HF_DIFFKV_BASELINE=1` it only writes and replaces nothing.

@@ -130,10 +130,10 @@ def pip(python: Path, *requirements: str) -> list[str]:
 
 
 def run(title: str, command: Sequence[str], report: Report) -> None:
-    """Runs a command to its end and reports progress: large downloads, and every few seconds that it is still running.
+    """Runs a command to its end and reports progress: large downloads, and that it is still running every few seconds.
 
     Raises:
-        SetUpError: it ended with another exit code than 0.
+        SetUpError: its exit code was not 0.
     """
     report.say(title)
     began = time.monotonic()
@@ -152,7 +152,7 @@ def follow(command: Sequence[str], report: Report) -> float:
     """Runs a command, reports the relevant lines of pip's output, and returns how many MB it downloaded.
 
     Raises:
-        SetUpError: the exit code was not 0; the message has the last lines of output.
+        SetUpError: its exit code was not 0; the message has the last lines of output.
     """
     program = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True

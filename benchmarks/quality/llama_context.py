@@ -225,7 +225,7 @@ class LlamaCache:
         """Returns the memory of the tokens in the cache.
 
         Raises:
-            RuntimeError: the sequence that llama.cpp would save has another size.
+            RuntimeError: the sequence that llama.cpp would save has a different size.
         """
         held = self.program.shape.held(self.types, self.tokens)
         saved = self.program.api.llama_state_seq_get_size(self.context, 0)

@@ -40,7 +40,7 @@ def recorded() -> Run:
 def failing(
     monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, does_it: bool, error: type[BaseException] = Failure
 ) -> Callable[[], None]:
-    """Makes a function fail from now on, before or after its work; returns what ends this."""
+    """Makes a function fail from now on, before or after its work; returns a function that ends this."""
     whole = getattr(holder, name)
 
     def fail(*args: Any, **options: Any) -> None:

@@ -21,7 +21,7 @@ LENGTHS = (90, 33, 1, 64)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.slow
 def test_six_threads_on_one_model(name: str) -> None:
-    """Six caches, filled at the same time, hold the same as when filled one after the other."""
+    """Six caches filled at the same time hold the same contents as when filled one after the other."""
     model = model_of(name)
     start = threading.Barrier(6)
 

@@ -58,7 +58,7 @@ def _noted_launches() -> Iterator[list[KernelVariant]]:
 
 
 def _variant(kernel: Any, arguments: tuple[object, ...], options: dict[str, Any]) -> KernelVariant:
-    """A launch with its arguments as Triton would specialise them, addresses and multiples of 16 apart."""
+    """A launch with its arguments as Triton would specialise them, except addresses and multiples of 16."""
     names = kernel.arg_names
     named = {name: options.pop(name) for name in names if name in options}
     given = inspect.signature(kernel.fn).bind(*arguments, **named).arguments

@@ -1,8 +1,7 @@
 """Compiles every kernel ahead of time, without a GPU, and reports what each needs: `python -m tools.kernels.report`.
 
-Registers, stack and spills are read from Triton's own binary, since a second run of the assembler would use different
-options. The exit code is 1 if a kernel does not compile, spills registers or needs more shared memory than its target
-has.
+Registers, stack and spills are read from Triton's own binary, since a second assembler run would use other options. The
+exit code is 1 if a kernel does not compile, spills registers or needs more shared memory than its target has.
 """
 
 from __future__ import annotations

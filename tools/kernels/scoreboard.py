@@ -3,7 +3,7 @@
 Every NVIDIA instruction since Volta encodes how many cycles its warp stalls after it, which of six scoreboards it sets
 when its operands are read or its result is ready, and which it waits for. The model issues at most one instruction per
 scheduler and cycle, keeps the pipes, the shared-memory port and a queue to memory busy, and completes asynchronous
-copies after a latency. It knows bank conflicts only for single-word reads, no instruction cache misses, and contention
+copies after a latency. It models bank conflicts only for single-word reads, no instruction cache misses, and contention
 between multiprocessors only as an equal share of bandwidth. It is therefore optimistic: with K5V4 it predicts 82 % of
 peak bandwidth where an H200 reached 57 %.
 """
@@ -111,8 +111,8 @@ class Instruction:
         if self.name == "LDSM":
             return 4 if ".4" in self.op else 2 if ".2" in self.op else 1
         if self.op == "LDS":
-            # words of every fourth row, of 32 bytes or a multiple: what the decode loops read of values is in the same
-            # banks
+            # decode loops read words of values from every fourth row; rows are multiples of 32 bytes, so these words
+            # share banks
             return 4
         if self.name in ("LDS", "STS", "LDGSTS"):
             return 4 if ".128" in self.op else 2 if ".64" in self.op else 1

@@ -26,7 +26,7 @@ class Answer:
     Attributes:
         ids: generated token ids, including the one that ended the answer.
         held: memory of the cache at the end; None if the engine cannot tell.
-        dense_bytes: memory of a dense cache of as many tokens; None if the engine cannot tell.
+        dense_bytes: memory of a dense cache for the same tokens; None if the engine cannot tell.
         seconds: time to read the prompt and generate, without earlier turns.
         shared: whether the dense cache read the prompt (`shared_prompts.py`); `seconds` of every method then includes
             its time.

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 
 class Stub:
-    """Stands for a tensor in a launch: Triton asks for its dtype and whether its address is a multiple of 16."""
+    """Stands in for a tensor in a launch: Triton asks for its dtype and whether its address is a multiple of 16."""
 
     def __init__(self, dtype: Any, address: int) -> None:
         self.dtype, self.address = dtype, address

@@ -122,7 +122,7 @@ class SharedMemory:
         return offsets[:, None] + np.arange(width)
 
     def _after(self, at: Values, who: Values, last: Values, time: Values) -> Values:
-        """Returns whether a barrier, or the order of one thread, puts the access of `who` behind the last one."""
+        """Returns whether a barrier, or the order of one thread, orders the access of `who` after the last one."""
         previous, when = last[at], time[at]
         same_warp = (previous >= 0) & (previous // WARP == who // WARP)
         ordered = (when <= self._block_barrier) | (same_warp & (when <= self._warp_barrier[who // WARP]))
