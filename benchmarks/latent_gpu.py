@@ -1,8 +1,8 @@
 """A decode step's attention over latents (docs/latent.md) on a GPU, one layer with random weights.
 
-Three variants go from the model's queries to the heads' outputs: DynamicCache, which expands all latents and attends
-with PyTorch's fastest attention; an absorbed step in PyTorch on exact latents; and DiffKV's kernels. All are first
-compared with float32, then replayed in turns with a cold L2 cache.
+Each variant goes from the model's queries to the heads' outputs: DynamicCache, which expands all latents and attends
+with PyTorch's fastest attention; an absorbed step in PyTorch on exact latents; DiffKV's kernels. All are first compared
+with float32, then replayed in turns with a cold L2 cache.
 
     python benchmarks/latent_gpu.py [--shapes glm deepseek] [--cases 1x4096 32x4096] [--precisions K8V8 K8V4]
 """
@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[Any, Any]] = {
 }
 TINY = {"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 CASES = ("1x4096", "1x32768", "32x4096", "32x8192")
-# relative to float32; K8V4 preserves random latents less well than a model's
+# relative to float32; K8V4 suits random latents less than a model's
 LIMIT = 0.2
 KERNELS = ("latent_kernel", "finish_kernel")
 

@@ -13,7 +13,7 @@ BLOCK = re.compile(r"(<!-- soak -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def newest(path: Path) -> dict:
-    """Returns the newest run. Raises `SystemExit` if there are no results."""
+    """The newest run. Raises `SystemExit` if there is none."""
     lines = path.read_text().splitlines() if path.is_file() else []
     if not lines:
         raise SystemExit(f"{path} holds no results; run benchmarks/soak.py first.")

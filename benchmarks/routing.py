@@ -19,7 +19,7 @@ from typing import Any
 
 from hf_diffkv_serving.ray.beginnings import Places
 
-# average requests on a replica, as a share of the requests it runs at once
+# average requests on a replica, as a share of its capacity
 LOAD = 0.6
 AT_ONCE = 16
 SECONDS = 10.0

@@ -2,7 +2,7 @@
 
     python examples/latents.py [--model zai-org/GLM-4.7-Flash] [--precision K8V8]
 
-Without --model, it uses a tiny random model, whose text is meaningless but which shows the calls and the bytes.
+Without --model, a tiny random one shows the calls and the bytes; its text is meaningless.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def filler(rng: random.Random, length: int, held_out: bool = False) -> str:
 
 
 def facts(rng: random.Random, length: int, held_out: bool = False) -> tuple[dict[str, str], list[Piece]]:
-    """Lines `@key=dddd` among filler, half of `length` characters or so: the pairs, and the pieces that state them."""
+    """Lines `@key=dddd` among filler, about half of `length` characters: the pairs, and the pieces stating them."""
     key_length = rng.choice([2, 3])
     count = rng.randint(2, max(3, length // 50))
     pairs: dict[str, str] = {}
@@ -110,7 +110,7 @@ def chain(rng: random.Random, length: int) -> list[Piece]:
 
 
 def copying(rng: random.Random, length: int) -> list[Piece]:
-    """One to four random lines, then the same lines again in random order, each identified by its first character."""
+    """One to four random lines, then the same in random order; a line is identified by its first character."""
     # Repeating them in the same order would teach distances rather than lookup.
     starts = rng.sample(SYMBOLS, rng.randint(1, 4))
     lines = [(start, "".join(rng.choices(SYMBOLS, k=rng.randint(3, 8))) + "\n") for start in starts]

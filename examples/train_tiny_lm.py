@@ -9,8 +9,8 @@ copying alone until it is exact, then recall and chained sums on short rows, the
 (see tiny_lm_data.py). The latent model is built from tiny-lm's weights and only fine-tuned (see tiny_lm_latent.py).
 
 Training time: with `--threads 1`, on a virtual machine with 2 cores of an Intel Xeon with AMX, the first command
-reached tasks at 96 characters within 6 minutes. At 601 s (step 1,244, tasks and text at 320 characters), the model
-recalled 0.97 of 32 fresh prompts of 256 characters exactly, both with DynamicCache and with DiffKV.
+reached tasks at 96 characters within 6 minutes. At 601 s (step 1,244, tasks and text at 320 characters), it recalled
+0.97 of 32 fresh prompts of 256 characters exactly, with both DynamicCache and DiffKV.
 """
 
 import argparse
@@ -238,7 +238,7 @@ def train(
     """Trains for `minutes` (or `max_steps`) and saves model and tokenizer in `output`, also at every report."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    # Eager attention, because at these lengths its backward pass is faster on a CPU than the fused kernel's.
+    # At these lengths, eager attention's backward pass is faster on a CPU than the fused kernel's.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     pupil = None
     if architecture == "latent":

@@ -1,4 +1,4 @@
-"""Sets up the virtual environment for `make`, and reports what it does, how long that takes and how much it downloads.
+"""Sets up the virtual environment for `make`, and reports what it does, how long it takes and how much it downloads.
 
     python3 tools/set_up.py .venv demo     # what `make demo` needs
     python3 tools/set_up.py .venv all      # the rest, for the tests and everything else
@@ -30,10 +30,10 @@ STAGES = {
     ),
     "ray": (("-e", "packages/serving[ray]"), "what the tests on many machines need"),
 }
-# oldest Python for a stage: `all` installs packages that need a Transformers without support for 3.10
+# oldest Python for a stage; `all` needs a Transformers that no longer supports 3.10
 OLDEST = {"demo": (3, 10), "page": (3, 10), "all": (3, 11), "ray": (3, 11)}
 VERSION = re.compile(r"^version(?:_info)? = (\d+)\.(\d+)", re.MULTILINE)
-# seconds of silence after which a step reports that it is still running
+# seconds of silence before a step reports that it is running
 SILENCE = 10
 # smaller packages are counted but not named
 NAMED_MB = 10
@@ -152,7 +152,7 @@ def follow(command: Sequence[str], report: Report) -> float:
     """Runs a command, reports the relevant lines of pip's output, and returns how many MB it downloaded.
 
     Raises:
-        SetUpError: its exit code was not 0; the message has the last lines of output.
+        SetUpError: its exit code was not 0; with its last lines.
     """
     program = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True

@@ -1,8 +1,8 @@
 """Measures, on a model, what the paper's differentiated compression is based on (DiffKV, figures 2, 4 and 5).
 
-Results are given for every layer and KV head: the spread of significance over the tokens, the spread of value norms,
-and the share of tokens that hold most of the significance. Significance is the mean attention that a token receives
-from later queries, maximised over the query heads of the group.
+Results, per layer and KV head, are the spread of significance over the tokens, the spread of value norms, and the share
+of tokens that hold most of the significance. Significance is the mean attention that a token receives from later
+queries, maximised over the query heads of the group.
 
     python benchmarks/quality/attention.py --model smollm2 --output benchmarks/results/quality/attention
 """

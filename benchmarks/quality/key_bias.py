@@ -1,4 +1,4 @@
-"""Measures the effect of a model's key biases, which the rotary embedding rotates, on the loss after long prompts.
+"""Effect of a model's key biases, which the rotary embedding rotates, on the loss after long prompts.
 
 A method stores each layer's keys twice: unchanged, and without the bias at their positions, which is added back when
 they are read. The dense cache takes the keys as read, and logits after the prompt are compared with those from exact

@@ -43,7 +43,7 @@ LEVELS = "K8V4/K4V2+1/0"
 ALIKE = "head_precisions=null"
 PRESETS = ("diffkv:quality", "diffkv:balanced", "diffkv:small")
 STUDIES = {
-    # accuracy against memory, compared with existing alternatives (figure 11; LeanKV's figures)
+    # accuracy against memory, with existing alternatives (figure 11; LeanKV's figures)
     "peers": Study(
         (
             "dense",

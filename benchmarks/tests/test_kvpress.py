@@ -122,7 +122,7 @@ def test_a_share_of_0_is_the_dense_cache(task: str, label: str, records: dict) -
 
 
 def test_its_dense_cache_is_ours(records: dict, tokenizer: Any) -> None:
-    """Another Transformers version on the same documents gives the same distributions."""
+    """Another Transformers gives the same distributions on the same documents."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
     for task, document in (("key-value", recall(tokenizer)), ("text", code(tokenizer))):
         session = Session(model, get_method("dense"))

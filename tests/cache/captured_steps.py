@@ -44,7 +44,7 @@ def padded(seed: int, padding: int, count: int = 12) -> tuple[torch.Tensor, torc
 def assert_alike(
     model, tokens: torch.Tensor, new: int, fields: dict | None = None, compile_config: Any = None, **options: object
 ) -> tuple[DiffKVCache, DiffKVCache]:
-    """Checks that captured steps, even compiled ones, give the text of steps from Python; returns both caches."""
+    """Checks that captured (or compiled) steps give the text of steps from Python; returns both caches."""
     expected, eager = run(model, False, tokens, new, fields, **options)
     options |= {"compile_config": compile_config} if compile_config else {}
     got, cache = run(model, True, tokens, new, fields, **options)
@@ -53,7 +53,7 @@ def assert_alike(
 
 
 def assert_same_levels(cache: DiffKVCache, expected: DiffKVCache) -> None:
-    """Sums are compared as well."""
+    """Compares sums as well."""
     for index in cache.compressed_layers():
         assert torch.equal(cache.levels(index), expected.levels(index))
         assert torch.equal(cache.significance(index), expected.significance(index))

@@ -1,4 +1,4 @@
-"""Whole models with a compressed cache, compared with the same models computing DiffKV densely (`LayerSimulation`)."""
+"""Whole models with a compressed cache against the same models computing DiffKV densely (`LayerSimulation`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generate(
 
 
 def assert_go_on_alike(model: PreTrainedModel, caches: list[DiffKVCache], text: Tensor, mask: Tensor) -> None:
-    """Checks that a second call gives the same text with each cache; mask: of the prompts that `text` begins with."""
+    """Checks that a second call gives each cache's text; mask: of the prompts that `text` begins with."""
     mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
     (sequences, logits), *others = (generate(model, cache, text, mask, 20) for cache in caches)
     assert all(torch.equal(sequences, other[0]) and torch.equal(logits, other[1]) for other in others)
@@ -42,7 +42,7 @@ def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
 
 
 def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least: int) -> None:
-    """Compares levels, keys, values and sums of every compressed layer; at least `least` tokens are at each level."""
+    """Compares levels, keys, values and sums of each compressed layer, with at least `least` tokens per level."""
     cache.check_integrity()
     assert cache.compressed_layers() == sorted(simulation.layers)
     for layer_idx, layer in simulation.layers.items():

@@ -1,4 +1,4 @@
-"""Random operations on a cache, compared with a model that keeps no cache at all.
+"""Random operations on a cache against a model that keeps no cache at all.
 
 `HF_DIFFKV_FUZZ=N` runs N sequences instead of the few that CI can afford, starting at seed `HF_DIFFKV_FUZZ_SEED`.
 """

@@ -310,7 +310,7 @@ def test_rotary_frequencies_that_change_with_the_length(steps, kind: str) -> Non
 
 
 def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> None:
-    """The error of a step from Python is raised when the host next reads the device."""
+    """The error of a step from Python, when the host next reads the device."""
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(7))
     cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
     step = graphs.DecodeStep.__call__

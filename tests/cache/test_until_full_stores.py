@@ -25,7 +25,7 @@ from hf_diffkv.ops.backend import use_backend
 
 LENGTHS = (200, 90, 150)
 BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
-# of four layers of two heads: each layer's successive precisions, and the final precisions of its heads
+# four layers of two heads: each layer's successive precisions, and its heads' final ones
 TURNS = [["K8V8", "K6V5", "K3V2"], ["K8V8", "K6V5", "K4V4", "K3V3"], ["K8V8", "K3V2"], ["K8V8", "K6V5", "K5V4"]]
 FINAL = [["K6V5", "K3V2"], ["K3V3", "K3V3"], ["K8V8", "K3V2"], ["K5V4", "K5V4"]]
 # number of times each head is lowered in the end
@@ -182,7 +182,7 @@ def test_rows_of_all_stores_are_lowered_by_harm_for_each_byte(model: PreTrainedM
     for seed in range(400):
         cache.memory()
         stores = [layer.store for layer in cache.layers]
-        # all rows have the same number of tokens, and a read of the device makes room for nine more
+        # all rows have the same number of tokens, and a read makes room for nine more
         tokens_after = int((stores[0].high_count + stores[0].low_count).max()) + 9
         # loss per byte of every move of a layer's heads
         worth = []
@@ -347,6 +347,6 @@ def test_measured_models_have_it_by_themselves(
         run.steps(tokens(3, 2000))
     assert_within(run)
     finals = [[precision.full_name for precision in layer] for layer in cache.config.head_precisions]
-    # a read of the device makes room for nine tokens or for none, so that some rows may remain
+    # a read makes room for nine tokens or for none, so some rows may remain
     ends = [[name.split("/")[-1] for name in layer.precisions] for layer in cache.memory().layers]
     assert ends == finals

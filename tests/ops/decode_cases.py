@@ -28,10 +28,10 @@ NARROW_PAIRS = [
 class Case:
     """Rows with the given tokens per tier (one list entry per row) and per window (one per request).
 
-    Pages that were not written, the other slots and the rest of the pages are NaN.
+    Unwritten pages, the other slots and the rest of the pages are NaN.
     """
 
-    # tolerance for the attention that a token receives
+    # tolerance of received attention
     accuracy = 0.0
 
     def __init__(
@@ -83,7 +83,7 @@ class Case:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def tiles(self, slack: int) -> tuple:
-        """Tiles for what the host may know: counts within `slack` tokens of the true ones, on either side."""
+        """Tiles for what the host may know: counts within `slack` of the true ones, on either side."""
         return tuple(
             build_tiles((count.numpy() - slack).clip(0), 2 * slack, tier.capacity, count.device)
             for count, tier in zip(self.store.counts, (self.layout.high, self.layout.low))

@@ -31,7 +31,7 @@ class PromptTests:
     def check(
         self, query: Tensor, key: Tensor, value: Tensor, *past: Any, dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> None:
-        """Compares `op` with the softmax; `past`: return value of `hand_past`."""
+        """Compares with the softmax; `past`: from `hand_past`."""
         parts = [part.to(dtype) for part in (query, key, value)]
         scaling = query.shape[-1] ** -0.5
         got = attend_prompt(self.op, *parts, scaling=scaling, past=past[0] if past else None, **options)

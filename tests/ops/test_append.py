@@ -1,4 +1,4 @@
-"""Appending one token per request: the kernel in Triton's interpreter and the reference, compared with a loop."""
+"""Appending one token per request: the kernel in Triton's interpreter and the reference, against a loop."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class State:
-    """Rows of stored tokens on separate pages, with a free list that has already wrapped around once."""
+    """Rows of stored tokens on separate pages, with a free list that has wrapped around once."""
 
     # shape of the rows: requests and heads
     shape = (-1, 1)

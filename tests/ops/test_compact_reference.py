@@ -1,4 +1,4 @@
-"""Algorithm 1 and the rewriting of rows, compared with a plain Python model of tokens in lists."""
+"""Algorithm 1 and the rewriting of rows, against a plain Python model of tokens in lists."""
 
 from __future__ import annotations
 

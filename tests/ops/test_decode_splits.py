@@ -19,13 +19,13 @@ from hf_diffkv.ops.decode_attention.splits import choose_splits, warps_at_once  
 
 
 def test_splits_follow_the_load():
-    # eight programs on each of 132 processors; for one request of 8 heads, as many splits as there is work for
+    # eight programs on each of 132 processors; one request of 8 heads: as many splits as have work
     assert choose_splits(8, 4096, 32, 1056) == 64
     # a full batch gives whole waves of programs
     for rows in (64, 256, 512, 1024):
         waves = rows * choose_splits(rows, 8192, 32, 1056) / 1056
         assert 0.95 < waves / math.ceil(waves) <= 1
-    # one request with more tokens: merging more than 64 splits costs as much time as it saves
+    # one request with more tokens: merging over 64 splits takes as long as it saves
     assert choose_splits(8, 8192, 32, 1584) == 64
     # no more splits than waves need, but none with more than 2,048 tokens
     assert choose_splits(4096, 512, 32, 1056) == 1
@@ -72,7 +72,7 @@ def test_programs_at_once(precision, dim, numbers, processor, expected):
         ("K5V4", "K3V3", 64, 2, None),
         ("K5V4", "K3V2", 64, 3, None),
         ("K8V4", "K4V4", 64, 3, 200),
-        # the registers that they need at 128 channels if keys are far apart
+        # the registers needed at 128 channels if keys are far apart
         ("K6V5", "K3V3", 128, 3, None),
         ("K5V4", "K3V3", 128, 3, 200),
         ("K6V5", "K4V3", 128, 3, 200),

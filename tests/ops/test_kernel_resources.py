@@ -19,7 +19,7 @@ CEILINGS = {"K8V4-K4V2": (2.8, 2.6), "K6V4-K5V3": (3.0, 3.4), "K4V3-K3V2": (3.1,
 
 
 def is_main_decode(variant, precisions):
-    """Whether this is the decode loops of two precisions at head_dim 128 with four query heads per KV head."""
+    """Whether it has two precisions' decode loops at head_dim 128 with four query heads per KV head."""
     constants = variant.constexprs
     if not {"HIGH", "LOW", "GROUP", "MODE"} <= set(constants):
         return False
@@ -98,7 +98,7 @@ def test_every_variant_is_listed_once_and_in_its_general_form():
     for variant in variants:
         given = [*variant.signature, *variant.constexprs]
         assert sorted(given) == sorted(variant.kernel.arg_names), variant.name
-        # Triton would fold a number that happens to be 1 into a constant
+        # Triton would make a constant of a number that is 1
         folded = [name for name, value in variant.constexprs.items() if name.islower() and value is not None]
         assert not folded, (variant.name, folded)
 

@@ -1,4 +1,4 @@
-"""Kernels with absorbed queries, compared with dense float64 attention over the tokens in pages and window."""
+"""Kernels with absorbed queries against dense float64 attention over the tokens in pages and window."""
 
 import math
 from dataclasses import replace

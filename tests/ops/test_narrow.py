@@ -1,4 +1,4 @@
-"""16-bit metadata and scores, compared with exact fractions, and the effect of random rounding on sums."""
+"""16-bit metadata and scores against exact fractions, and the effect of random rounding on sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half-precision prompts on CPUs, with PyTorch's flash attention, compared with a dense float64 softmax."""
+"""Half-precision prompts on CPUs, with PyTorch's flash attention, against a dense float64 softmax."""
 
 from __future__ import annotations
 

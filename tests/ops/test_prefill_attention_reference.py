@@ -83,7 +83,7 @@ def draw(batch: int, heads: int, group: int, length: int, dim: int, value_dim: i
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, tolerance: float = 1e-10, past=None, **options) -> None:
-    """Compares the op with `dense`; `past`: from `hand_past`, followed by a dense past if one is among the options."""
+    """Compares with `dense`; `past`: from `hand_past`, followed by any dense past in the options."""
     scaling = query.shape[-1] ** -0.5
     stored, *held = [None] * 4 if past is None else past
     output, received = attend_prompt(prefill_attention, query, key, value, scaling=scaling, past=stored, **options)

@@ -172,8 +172,7 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
 )
 @pytest.mark.slow
 def test_turns(high: Precision, low: Precision, dtype: torch.dtype, fields: dict) -> None:
-    """Padding, prompts that stay in their windows, rows that grow, drop in level, shrink by whole pages, and start
-    over."""
+    """Padding, prompts that stay in their windows, rows that grow, drop a level, shrink by whole pages, start over."""
     state = State(high, low, dtype, **fields)
     # products with a constant are summed in a different order from the interpreter's
     seen = compare_turns(state, TURNS, exact=not state.rotates)

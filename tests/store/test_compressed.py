@@ -84,7 +84,7 @@ class Pair:
         self.generator = torch.Generator().manual_seed(0)
 
     def model_moment(self, index: int) -> torch.Tensor:
-        """A moment of R q whose factor is the one that the store uses for rounding."""
+        """A moment of R q whose factor the store rounds by."""
         factor = self.store.model_feedback.matrix[index].double().mT
         return factor @ factor.mT
 

@@ -1,4 +1,4 @@
-"""The dense simulation, compared with hand-computed results and with PyTorch's own attention."""
+"""The dense simulation against hand-computed results and PyTorch's own attention."""
 
 import math
 

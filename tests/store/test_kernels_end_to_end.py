@@ -1,4 +1,4 @@
-"""The whole store on the Triton kernels, in the interpreter, compared with the dense simulation."""
+"""The whole store on the Triton kernels, in the interpreter, against the dense simulation."""
 
 from __future__ import annotations
 

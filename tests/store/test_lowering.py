@@ -1,4 +1,4 @@
-"""Rows lowered to their final precision, compared with the dense simulation, and their choice with brute force."""
+"""Rows lowered to their final precision, against the dense simulation, and the choice of rows against brute force."""
 
 from __future__ import annotations
 

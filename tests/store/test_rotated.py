@@ -1,4 +1,4 @@
-"""Rotated and centred keys and values, compared with the dense simulation, which attends in the model's channels."""
+"""Rotated and centred keys and values, against the dense simulation, which attends in the model's channels."""
 
 from __future__ import annotations
 

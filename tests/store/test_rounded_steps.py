@@ -1,4 +1,4 @@
-"""Generated tokens rounded for a model's queries, compared with the dense simulation and with known keys."""
+"""Generated tokens rounded for a model's queries, against the dense simulation and known keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer that later layers also read, compared with the dense simulation: their query heads count as one group."""
+"""A layer that later layers also read, against the dense simulation: their query heads count as one group."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_prompt_steps_and_turns(newest: int, observed: int | None) -> None:
 
 @pytest.mark.parametrize("newest", [4, 1000])
 def test_tokens_taken_back(newest: int) -> None:
-    """Between two crops, there is one forward of the remaining tokens, whose newest queries the readers had."""
+    """Between two crops is one forward of the remaining tokens, whose newest queries the readers had."""
     pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8))
     pair.forward(90, left_padding(LENGTHS))
     settle(pair.store)

@@ -1,4 +1,4 @@
-"""Prompts of stores that choose by thresholds: kernels without host reads, compared with the dense simulation."""
+"""Prompts of stores that choose by thresholds: kernels without host reads, against the dense simulation."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def draw(tokens: int) -> list[torch.Tensor]:
 
 
 def test_few_looks_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward reads the free list if the pages known to be free may not suffice, and pages are not made for the worst
-    case of all layers at once."""
+    """A forward reads the free list if pages known to be free may not suffice; pages are not made for the worst case of
+    all layers at once."""
     others = relevel_at_once(monkeypatch, "reference")
     looks, free = [], FreeList.free
     monkeypatch.setattr(FreeList, "free", property(lambda self: looks.append(1) or free.fget(self)))

@@ -1,4 +1,4 @@
-"""Prompts of stores that keep every token: kernels without host reads, compared with the dense simulation."""
+"""Prompts of stores that keep every token: kernels without host reads, against the dense simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the resources that compiled kernels need, with several Triton releases side by side.
+"""Tables of compiled kernels' resources, with several Triton releases side by side.
 
     python -m tools.kernels.report --json > FILE        once per release
     python tools/kernels/compile_table.py FILE... > benchmarks/results/compile_kernels.md

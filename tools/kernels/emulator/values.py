@@ -1,4 +1,4 @@
-"""Register contents: bits in unsigned numpy arrays, one element per thread, viewed as the type an instruction names."""
+"""Register contents: bits in unsigned numpy arrays, one element per thread, viewed as an instruction's type."""
 
 from __future__ import annotations
 
