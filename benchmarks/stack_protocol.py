@@ -3,9 +3,9 @@
 Both runtimes' workers import this file. It needs only the standard library, because llama.cpp's environment has neither
 PyTorch nor this library.
 
-    {"prompt": [ids]} reads the prompt; answers {"seconds": ..., "next": the likeliest token} {"steps": [ids]} takes
-    these tokens one by one; answers {"ms": [...], "waited": ...} {"end": true} answers {"peak_bytes": ...,
-    "loading_peak_bytes": ..., "cache_bytes": ...} and ends
+    {"prompt": [ids]}   reads the prompt; answers {"seconds": ..., "next": the most likely token}
+    {"steps": [ids]}    takes these tokens one by one; answers {"ms": [...], "waited": ...}
+    {"end": true}       answers {"peak_bytes": ..., "loading_peak_bytes": ..., "cache_bytes": ...} and ends
 
 `waited` is the processor time in seconds that the process spent between its last answer and the request; `peak_bytes`
 is the peak after loading, if the system reports it.
