@@ -1,5 +1,4 @@
-"""Markdown tables, targets met and PNG plots, all from the JSON lines of the GPU benchmarks alone: `python
-benchmarks/tables.py`.
+"""Markdown tables, targets met and PNG plots, from the JSON lines of the GPU benchmarks: `python benchmarks/tables.py`.
 
 If a case was measured repeatedly on one device, the newest result counts.
 """

@@ -118,9 +118,8 @@ STUDIES = {
         ),
         tasks="offline",
     ),
-    # the same on a larger model, with llama.cpp's caches, which are compared with their own f16, and the effect of the
-    # model's dtype (run it with --model qwen2.5-coder-0.5b, after `make llama-cpp`, `make kvpress` and `make models
-    # GGUF=1`)
+    # the same on a larger model, with llama.cpp's caches, compared with their own f16, and the effect of the model's
+    # dtype (run it with --model qwen2.5-coder-0.5b, after `make llama-cpp`, `make kvpress` and `make models GGUF=1`)
     "qwen": Study(
         (
             "dense",
