@@ -1,7 +1,8 @@
 """Tables of the results of `cpu_stack.py`, in the terminal, in README.md and in docs/from-llama-cpp.md.
 
-If a case was measured repeatedly, the newest counts. In a document, the comments `<!-- cpu_stack: MODEL TOKENS,...
-CACHE;... -->` and `<!-- end -->` enclose a table. With ` steps` after the caches, it omits prompts and peaks.
+If a case was measured repeatedly, the newest counts. In a document, a table is between
+`<!-- cpu_stack: MODEL TOKENS,... CACHE;... -->` and `<!-- end -->`. With ` steps` after the caches, it omits prompts
+and peaks.
 """
 
 from __future__ import annotations
