@@ -1,7 +1,7 @@
-"""Builds the native code for CPUs where a C++ compiler is there; without one the package installs and runs as well.
+"""Builds the native code for CPUs if a C++ compiler is available; the package also installs and runs without one.
 
-The library is plain C++ that ctypes loads: it needs no headers of Python or PyTorch, so one wheel serves all
-releases of both. Everything else about the package is in pyproject.toml.
+The library is plain C++ loaded by ctypes. It needs no Python or PyTorch headers, so one wheel serves all releases of
+both. Everything else about the package is in pyproject.toml.
 """
 
 import os
@@ -19,13 +19,13 @@ from setuptools.command.build_py import build_py
 SOURCES = Path("hf_diffkv/native")
 DOCUMENTS = Path("examples/prompts")
 COMPILER = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-g0"]
-# numbers round as PyTorch's do: nothing is fused that is not written so
+# round like PyTorch: only explicit fused operations
 COMPILER += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
-# said of the compiler's own header of vector instructions
+# the compiler warns about its own header for vector instructions
 COMPILER += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-# instruction sets beside the portable form, compiled from the same source and chosen at run time
+# instruction sets besides the portable form, compiled from the same source and selected at run time
 VNNI = [*AVX512, "-mavx512vnni"]
 VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI, "avx512bf16": [*VNNI, "-mavx512bf16"]}
 
@@ -41,7 +41,7 @@ class BuildNative(build_ext):
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         chosen = os.environ.get("HF_DIFFKV_NATIVE_SETS", "").split() or VARIANTS
         sets = {name: flags for name, flags in VARIANTS.items() if x86 and name in chosen}
-        # the threads wait for compilers, which are processes
+        # the threads only wait for compilers, which are processes
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             portable = pool.submit(self._compile, "variant.cpp", "portable", extra)
             built = {
@@ -53,7 +53,7 @@ class BuildNative(build_ext):
         for name, compiled in built.items():
             try:
                 objects += compiled.result()
-            except Exception as error:  # an older compiler: what it knows is built
+            except Exception as error:  # an older compiler: build what it supports
                 self.warn(f"native code for {name} is left out: {error}")
                 continue
             defined.append(f"-DDIFFKV_{name.upper()}")
@@ -75,7 +75,7 @@ class BuildNative(build_ext):
 
 
 class WithDocuments(build_py):
-    """Puts the example documents into a wheel; a checkout has them in examples/prompts."""
+    """Adds the example documents to a wheel; in a checkout they are in examples/prompts."""
 
     def run(self) -> None:
         super().run()
@@ -88,7 +88,7 @@ class WithDocuments(build_py):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """A wheel for one platform and every Python, as the library does not use Python's ABI."""
+    """A wheel for one platform and every Python version, because the library does not use Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()[2]
@@ -97,9 +97,9 @@ class AnyPythonWheel(bdist_wheel):
 
 
 def manylinux(tag: str, library: bytes) -> str:
-    """A wheel's platform tag, where it is that of Linux, with the oldest glibc that has all the library asks for.
+    """A wheel's platform tag; for Linux, with the oldest glibc that has everything the library needs.
 
-    The names of symbol versions stand in the library as they are. Of libstdc++ it asks for nothing newer.
+    The names of symbol versions appear literally in the library. It needs nothing newer of libstdc++.
     """
     versions = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
     if not tag.startswith("linux_") or not versions:

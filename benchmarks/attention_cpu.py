@@ -1,8 +1,8 @@
-"""Decode attention of one layer on a CPU, alone: native code against the best dense attention in bfloat16.
+"""Decode attention of a single layer on a CPU: native code against the best dense attention in bfloat16.
 
-One new token, 8 KV heads of 128, 32 query heads; random keys and values, all in one tier but for a window of 64.
-Competitors take turns in one process, so that they share whatever else the machine does; figures are medians, and
-ratios of them are what counts on a machine that is not quiet.
+There is one new token, with 8 KV heads of 128 and 32 query heads; keys and values are random, all in one tier except
+for a window of 64. Competitors take turns in one process, so that other load affects all of them alike. Figures are
+medians; on a busy machine, only their ratios are meaningful.
 
     python benchmarks/attention_cpu.py [--tokens 4096 16384] [--threads 1] [--instructions avx512vnni]
 """
@@ -30,7 +30,7 @@ from hf_diffkv.pages.segments import Contents
 from hf_diffkv.precision import Precision
 
 HEADS, QUERY_HEADS, DIM, WINDOW = 8, 32, 128, 64
-# with sums and positions, and as the presets have them, without
+# with sums and positions, and without, as in the presets
 PRECISIONS = {
     **{name: (Precision.parse(name), {}) for name in ("K8V4", "K4V2", "K6V4", "K5V3")},
     **{f"preset {name}": (fields["high"], UNIFORM_NUMBERS) for name, fields in PRESETS.items()},
@@ -38,7 +38,7 @@ PRECISIONS = {
 
 
 class Layer:
-    """One request with `tokens` tokens, all but the window stored at `precision`."""
+    """One request with `tokens` tokens, all of which but the window are stored at `precision`."""
 
     def __init__(self, precision: Precision, numbers: dict[str, int], tokens: int, dtype: torch.dtype) -> None:
         self.layout = PageLayout.build(precision, precision, DIM, DIM, dtype.itemsize, **numbers)
@@ -111,7 +111,7 @@ def competitors(tokens: int, args: argparse.Namespace) -> dict[str, Callable[[],
 
 
 def measure(made: dict[str, Callable[[], object]], seconds: float, threads: int) -> dict[str, float]:
-    """Median milliseconds of each, in turns: of one thread its processor time, of several what passed."""
+    """Median milliseconds of each, in turns: processor time with one thread, elapsed time with several."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in made}
     for run in made.values():

@@ -1,7 +1,7 @@
-"""Decode attention over compressed pages against dense attention in bf16 and in FP8, one layer, on a GPU.
+"""Decode attention over compressed pages against dense attention in bf16 and FP8, one layer, on a GPU.
 
-Device time with a cold L2 cache; bytes are those of the stored tokens with all metadata, read once. Every output is
-checked against float32 attention over what is stored before it is timed, the dense ones against float32 as well.
+Times are device times with a cold L2 cache; bytes count the stored tokens with all metadata, read once. Before it is
+timed, every output, dense ones included, is checked against float32 attention over what is stored.
 
     python benchmarks/attention_gpu.py [--quick | --sweep] [--models llama-3-8b] [--batches 1 32] [--contexts 8192]
 """
@@ -27,10 +27,10 @@ from hf_diffkv.ops.table import ops_for_rows
 
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-# what the goals are stated for comes first, so that a time limit cuts the rest
+# the cases that the goals are stated for come first, so that a time limit cuts the others
 FIRST = [(32, 8192), (1, 4096), (1, 8192), (64, 8192), (1, 131072), (32, 32768), (64, 32768), (8, 32768), (1, 32768)]
 FIRST += [(32, 1024)]
-# kernels for FP8 may round weights as well
+# FP8 kernels may round weights as well
 FP8_LIMIT = 5e-2
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 BACKENDS = {
@@ -42,9 +42,9 @@ BACKENDS = {
 
 
 def dense_calls(query: Tensor, key: Tensor, value: Tensor, backends: list[str]) -> dict[str, Callable[[], Tensor]]:
-    """Ways to attend densely; query [batch, query_heads, dim], key and value [batch, heads, tokens, dim].
+    """Ways to run dense attention; query [batch, query_heads, dim], key and value [batch, heads, tokens, dim].
 
-    The group of a KV head is given either as query heads or as query tokens: which is faster depends on the backend.
+    The group of a KV head is passed either as query heads or as query tokens; which is faster depends on the backend.
     """
     batch, heads, _, dim = key.shape
 
@@ -85,7 +85,7 @@ def _swept_error(query: Tensor, heads: int, output: Tensor, rows: RandomRows) ->
 
 
 def compressed_call(rows: RandomRows, query: Tensor) -> Callable[[], Tensor]:
-    """Attention over `rows` with buffers that stay, as in a captured step."""
+    """Attention over `rows` with persistent buffers, as in a captured step."""
     allocate = ops_for_rows(rows.held).allocate_scratch
     scratch = None if allocate is None else allocate(query, rows.held, rows.bounds.max_tokens)
     return lambda: rows.attend(query, scratch=scratch)
@@ -93,7 +93,7 @@ def compressed_call(rows: RandomRows, query: Tensor) -> Callable[[], Tensor]:
 
 @dataclass
 class Dense:
-    """The fastest dense way of a case; `call` is None where there is none, or no memory to keep its keys and values."""
+    """The fastest dense attention of a case; `call` is None if there is none, or no memory for its keys and values."""
 
     name: str = ""
     median: float | None = None
@@ -104,7 +104,7 @@ class Dense:
 
 
 def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backends: list[str]) -> Dense:
-    """Times every dense way."""
+    """Times all dense variants."""
     batch, _, dim = query.shape
     elements = batch * heads * case["context"] * dim
     case = {**case, "kind": "dense"}
@@ -136,7 +136,7 @@ def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backe
 
 
 def measure_engines(session: Session, case: dict, query: Tensor, key: Tensor, value: Tensor, best: Dense) -> Dense:
-    """Times other projects' attention, each alone as each has a copy of the keys; the fastest in bf16, or `best`."""
+    """Times other projects' attention, one at a time as each copies the keys; returns the fastest bf16 or `best`."""
     heads = key.shape[1]
     for kind, name, make, narrow in ENGINES:
         mine = {**case, "kind": kind, "name": name}
@@ -155,7 +155,7 @@ def measure_engines(session: Session, case: dict, query: Tensor, key: Tensor, va
         except ImportError as missing:
             session.leave_out(mine, f"not installed: {missing}")
             continue
-        except Exception as failure:  # projects of other releases fail in many ways
+        except Exception as failure:  # other projects' releases fail in many ways
             session.failed(mine, failure)
             continue
         session.add({**mine, "error": error, **timing.row()} | session.speed(num_bytes, timing.median))
@@ -165,7 +165,7 @@ def measure_engines(session: Session, case: dict, query: Tensor, key: Tensor, va
 
 
 def measure_config(session: Session, case: dict, name: str, query: Tensor, heads: int, dense: Dense) -> None:
-    """Times one precision in turns with the fastest dense way, over which its speed-up is."""
+    """Times one precision in turns with the fastest dense attention, which is the baseline of its speed-up."""
     batch, _, dim = query.shape
     config = CONFIGS[name]
     tokens = config.tokens(case["context"] - case["window"])
@@ -201,7 +201,7 @@ def measure_config(session: Session, case: dict, name: str, query: Tensor, heads
 
 
 def grid(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Batch and context of every case, the most telling first."""
+    """Batch and context of every case, the most informative first."""
     wanted = list(itertools.product(args.batches, args.contexts))
     first = [case for case in FIRST if case in wanted]
     return first if args.quick else first + [case for case in wanted if case not in first]

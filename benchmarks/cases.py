@@ -1,4 +1,4 @@
-"""The models and the kinds of compressed tokens that the GPU benchmarks are made of."""
+"""The models and the kinds of compressed tokens used in the GPU benchmarks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS
 from hf_diffkv.precision import Precision
 
-# query heads, KV heads, elements of a head
+# query heads, KV heads, head_dim
 MODELS = {"llama-3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Storage of the tokens of a case.
+    """Storage format of a case's tokens.
 
     Attributes:
         high, low: precisions of the two levels.
-        shares: shares of the tokens outside the window that are at the high and at the low level.
-        numbers: arguments of `random_rows` by that name, which give the sizes of metadata and positions in pages.
+        shares: shares of the tokens outside the window at the high and at the low level.
+        numbers: keyword arguments of `random_rows` for the sizes of metadata and positions in pages.
     """
 
     high: Precision
@@ -41,7 +41,7 @@ class Stored:
         return rows.needed_bytes(self.high, self.low, batch, heads, dim, tokens, self.numbers)
 
     def random_rows(self, *size: Any, **options: Any) -> rows.RandomRows:
-        """`rows.random_rows` from `batch` on."""
+        """Returns `rows.random_rows` with all arguments before `batch` filled in."""
         return rows.random_rows(self.high, self.low, *size, **options, numbers=self.numbers)
 
 
@@ -49,7 +49,7 @@ def _uniform(precision: Precision, numbers: Mapping[str, int] | None = None) -> 
     return Stored(precision, precision, (1.0, 0.0), numbers or {})
 
 
-# the presets have pages without scores, all others the paper's
+# the presets have pages without scores, all others use the paper's
 CONFIGS = {
     "FP16": _uniform(Precision(16, 16)),
     "K8V8": _uniform(Precision(8, 8)),
@@ -57,6 +57,6 @@ CONFIGS = {
     "K4V2": Stored(K8V4, K4V2, (0.0, 1.0)),
     "30/40/30": Stored(K8V4, K4V2, (0.3, 0.4)),
     **{name: _uniform(fields["high"], UNIFORM_NUMBERS) for name, fields in PRESETS.items()},
-    # a pair of measured heads: here rows have tokens at either precision, so that both loops run
+    # a pair of measured heads; rows have tokens at either precision, so that both loops run
     "K6V5-K4V3": Stored(Precision(6, 5), Precision(4, 3), (0.5, 0.5), UNIFORM_NUMBERS),
 }

@@ -1,8 +1,8 @@
-"""Models, caches, and contexts for the benchmarks on a CPU.
+"""Models, caches and contexts for the CPU benchmarks.
 
-A context is filled without running its prompt: every cache is given the same random keys and values, and DiffKV the
-significance that its prompt attention would have found. What a later step costs depends on how many tokens of each
-level there are, not on what they say.
+A context is filled without running its prompt: every cache is given the same random keys and values, and DiffKV also
+gets the significance that its prompt attention would have found. The cost of a later step depends on the number of
+tokens at each level, not on their content.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ DIFFKV = {
 
 
 def load_model(name: str, dtype: torch.dtype, layers: int) -> PreTrainedModel:
-    """One of `MODELS`; `layers` is for the random one, which has the shape of Llama-3-8B but for their number.
+    """Loads one of `MODELS`; `layers` is for the random one, which has Llama-3-8B's shape except for their number.
 
     Raises:
         FileNotFoundError: the model has not been fetched.
-        ValueError: another name.
+        ValueError: the name is unknown.
     """
     if name not in MODELS:
         raise ValueError(f"{name!r} is none of {', '.join(MODELS)}.")
@@ -67,7 +67,7 @@ def load_model(name: str, dtype: torch.dtype, layers: int) -> PreTrainedModel:
 
 
 def random_llama(dtype: torch.dtype, **sizes: Any) -> PreTrainedModel:
-    """A Llama with heads of 128 and few tokens, the same for the same sizes, which are fields of its configuration."""
+    """A Llama with heads of 128 and a small vocabulary, identical for equal `sizes` (fields of its configuration)."""
     fields = {"vocab_size": 1024, "head_dim": 128, "max_position_embeddings": 1 << 17}
     config = LlamaConfig(**{**fields, **sizes}, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def random_llama(dtype: torch.dtype, **sizes: Any) -> PreTrainedModel:
 
 
 def append_rows(path: Path, about: dict, rows: list[dict]) -> None:
-    """Adds results to a file of JSON lines at once, so that a run that is cut keeps what it has."""
+    """Appends results to a JSON Lines file immediately, so that an interrupted run keeps what it has."""
     with path.open("a") as file:
         file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
 
@@ -83,8 +83,8 @@ def append_rows(path: Path, about: dict, rows: list[dict]) -> None:
 def makers(model: PreTrainedModel, tokens: int, wanted: list[str] | None) -> dict[str, Callable[[], Cache]]:
     """Returns a factory for each cache by name.
 
-    Caches whose backend is missing are left out. `tokens` is the room of static caches. If `wanted` is given, only
-    caches whose name contains one of its parts stay.
+    Caches whose backend is missing are left out. `tokens` is the capacity of static caches. If `wanted` is given, only
+    caches whose name contains one of its parts are kept.
     """
     config = model.config
     made: dict[str, Callable[[], Cache]] = {
@@ -112,14 +112,14 @@ def attention_of(cache: Cache) -> str:
 
 @torch.no_grad()
 def step(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Tensor:
-    """Logits [batch, vocabulary] after the last of the tokens [batch, n] of one forward."""
+    """Logits [batch, vocabulary] after the last of the tokens [batch, n], from one forward."""
     model.set_attn_implementation(attention_of(cache))
     return model(tokens, **passing(cache), logits_to_keep=1).logits[:, -1]
 
 
 @torch.no_grad()
 def check_lossless(model: PreTrainedModel) -> None:
-    """Exits unless the lossless configuration's logits are as close to those in float32 as DynamicCache's."""
+    """Exits unless the lossless configuration's logits are as close to float32 as DynamicCache's."""
     tokens = torch.randint(3, model.config.vocab_size, (1, 204), generator=torch.Generator().manual_seed(0))
     logits = []
     for cache in (DynamicCache(config=model.config), DiffKVCache(model.config, DiffKVConfig.lossless())):
@@ -129,7 +129,7 @@ def check_lossless(model: PreTrainedModel) -> None:
     exact_model = copy.deepcopy(model).float()
     exact = exact_model(tokens, logits_to_keep=5).logits
     dense, lossless = (relative_error(found, exact) for found in logits)
-    # rounding differs, so neither is the other's bound
+    # rounding differs, so neither bounds the other
     if not lossless <= max(1.5 * dense, 1e-4):
         raise SystemExit(
             f"lossless logits differ from those in float32 by {lossless:.3g}, DynamicCache's by {dense:.3g}; not timed."
@@ -137,7 +137,7 @@ def check_lossless(model: PreTrainedModel) -> None:
 
 
 def about_machine() -> dict:
-    """Describes the processor and software that results depend on."""
+    """Describes the processor and software on which results depend."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -148,7 +148,7 @@ def about_machine() -> dict:
 
 @dataclass
 class Tokens:
-    """Queries, keys and values of all layers, [batch, heads, tokens, head_dim] each, and the attention keys received.
+    """Queries, keys and values of all layers, each [batch, heads, tokens, head_dim], and the attention received.
 
     Attributes:
         received: received attention, float32 [batch, heads, tokens].
@@ -161,7 +161,7 @@ class Tokens:
 
     @classmethod
     def draw(cls, model: PreTrainedModel, batch: int, tokens: int) -> Tokens:
-        """Keys have a mean, and their significance is spread widely, as in pretrained models."""
+        """Draws keys with a mean and widely spread significance, as in pretrained models."""
         config = model.config
         heads, dim = config.num_key_value_heads, config.head_dim
         generator = torch.Generator().manual_seed(tokens)
@@ -179,7 +179,7 @@ class Tokens:
 
 @torch.no_grad()
 def attend_all(model: PreTrainedModel, cache: Cache, new: Tokens) -> None:
-    """Gives new tokens to every layer of a cache and attends from them, without the rest of the model."""
+    """Passes new tokens to every layer of a cache and attends from them, without the rest of the model."""
     attention = ALL_ATTENTION_FUNCTIONS[attention_of(cache)]
     for index, layer in enumerate(model.model.layers):
         key, value = cache.update(new.key, new.value, index)

@@ -1,13 +1,13 @@
-"""Whole stacks side by side on a CPU: Transformers with DynamicCache and DiffKV, and llama.cpp with its caches.
+"""Compares whole stacks on a CPU: Transformers with DynamicCache and DiffKV, and llama.cpp with its caches.
 
-Weights are bfloat16 and bitsandbytes' 4 bits in Transformers, and in llama.cpp those of the GGUF file that the model
-was made from. Each competitor is a process of its own (`stack_torch.py`, `stack_llama.py`), which reads the same prompt
-and takes the same tokens after it. They take turns of a few steps, so that all see the same state of the machine. The
-first step of a turn is not timed, and the other processes compute nothing meanwhile. A case that the output has for
-this commit is left out. It needs `make llama-cpp` and `make models GGUF=1`.
+Weights are bfloat16 and bitsandbytes' 4 bits in Transformers; llama.cpp uses the GGUF file from which the model was
+made. Each competitor is a separate process (`stack_torch.py`, `stack_llama.py`) that reads the same prompt and then the
+same tokens. They take turns of a few steps, so that all see the machine in the same state. The first step of a turn is
+not timed, and the other processes are idle meanwhile. Cases already in the output for this commit are skipped. Requires
+`make llama-cpp` and `make models GGUF=1`.
 
     python benchmarks/cpu_stack.py [--models qwen2.5-coder-0.5b] [--tokens 256 4096] [--caches balanced q8_0]
-    python benchmarks/cpu_stack.py --table [--document]   # what was measured; into README.md and docs/ as well
+    python benchmarks/cpu_stack.py --table [--document]   # prints the results; also writes README.md and docs/
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ LLAMA_PYTHON = ROOT / "build" / "envs" / "llama-cpp" / "bin" / "python"
 WORKERS = {"Transformers": "stack_torch.py", "llama.cpp": "stack_llama.py"}
 TRANSFORMERS, LLAMA = WORKERS
 WEIGHTS = ("bfloat16", "4bit", "GGUF")
-# seconds between two turns, in which threads of the last one stop waiting for work
+# seconds between two turns, in which the previous turn's threads stop spinning
 PAUSE = 0.1
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """A stack that is timed.
+    """A stack to be timed.
 
     Attributes:
         stack: one of `WORKERS`.
         weights: one of `WEIGHTS`.
-        cache: name of the cache as the worker knows it.
+        cache: name of the cache, as the worker knows it.
     """
 
     stack: str
@@ -57,7 +57,7 @@ class Competitor:
     cache: str
 
     def job(self, model: str, room: int, threads: int) -> dict[str, Any]:
-        """What the process has to know."""
+        """Returns what the process has to know."""
         job = {"model": model, "cache": self.cache, "room": room, "threads": threads}
         if self.stack == LLAMA:
             return {**job, "gguf": str(gguf_of(model))}
@@ -75,16 +75,16 @@ COMPETITORS = (
 
 
 class WorkerError(Exception):
-    """A process that ended or answered nonsense; the message names it."""
+    """A process that ended or sent an invalid answer; the message names it."""
 
 
 class Worker:
-    """The process of a competitor, and what it has measured.
+    """The process of a competitor, and its measurements.
 
     Attributes:
-        about: what it said of itself when it had loaded.
+        about: its description of itself after loading.
         taken: milliseconds of each timed step.
-        waited: the most processor seconds that it spent between two turns.
+        waited: most processor seconds that it spent between two turns.
     """
 
     def __init__(self, competitor: Competitor, command: Sequence[str], job: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Worker:
         self.prompt_seconds, self.next = answer["seconds"], answer["next"]
 
     def turn(self, ids: Sequence[int]) -> None:
-        """Sends the tokens of a turn, of which the first is not timed."""
+        """Sends the tokens of a turn, the first of which is not timed."""
         answer = self.ask({"steps": list(ids)})
         self.taken += answer["ms"][1:]
         self.waited = max(self.waited, answer["waited"])
@@ -148,7 +148,7 @@ class Worker:
         }
 
     def close(self) -> None:
-        """Ends the process if it still runs."""
+        """Ends the process if it is still running."""
         self.process.stdin.close()
         if self.process.poll() is None:
             self.process.kill()
@@ -157,10 +157,10 @@ class Worker:
 
 
 def gguf_of(model: str) -> Path:
-    """The GGUF file that a model was made from.
+    """The GGUF file from which a model was made.
 
     Raises:
-        SystemExit: it is not there.
+        SystemExit: the file does not exist.
     """
     path = MODELS_FOLDER / f"{model}.gguf"
     if not path.is_file():
@@ -181,7 +181,7 @@ def command_of(competitor: Competitor) -> list[str]:
 
 
 def ids_of(model: str, count: int) -> list[int]:
-    """The first `count` token ids of this project's documents, which both runtimes' copies of a model share.
+    """The first `count` token ids of this project's documents, which are the same in both runtimes' copies of a model.
 
     Raises:
         SystemExit: the documents have fewer tokens.
@@ -196,7 +196,7 @@ def ids_of(model: str, count: int) -> list[int]:
 def measure(
     competitors: Sequence[Competitor], model: str, ids: Sequence[int], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Result fields of each competitor, in turns.
+    """Measures the competitors in turns and returns the result fields of each.
 
     Args:
         ids: tokens of the prompt and of all steps after it.
@@ -217,7 +217,7 @@ def measure(
             print(f", {prompt:,} tokens in {worker.prompt_seconds:.1f} s", file=sys.stderr, flush=True)
         for turn in range(args.turns):
             first = prompt + turn * each
-            # another one begins in each turn
+            # a different one starts each turn
             begin = turn % len(workers)
             for worker in workers[begin:] + workers[:begin]:
                 time.sleep(PAUSE)
@@ -247,7 +247,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> list[Competitor]:
-    """Competitors that the command line names."""
+    """Competitors selected on the command line."""
     return [
         competitor
         for competitor in COMPETITORS

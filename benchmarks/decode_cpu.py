@@ -1,12 +1,12 @@
-"""Time per generated token on a CPU: DynamicCache, StaticCache, QuantizedCache and DiffKV side by side.
+"""Time per generated token on a CPU: DynamicCache, StaticCache, QuantizedCache and DiffKV compared.
 
-Of every cache a whole step of the model is timed, and all layers' cache update and attention alone. The caches of one
-context take turns in one process, so that they share whatever else the machine does; figures are medians with their
-quartiles: of one thread its processor time, of several what passed. Before a model is timed, the logits of
-the lossless configuration must be as close to those in float32 as DynamicCache's.
+For every cache, a whole step of the model is timed, and separately the cache update and attention of all layers. The
+caches of one context take turns in one process, so that other load affects all of them alike. Figures are medians with
+quartiles: processor time with one thread, elapsed time with several. Before a model is timed, the logits of the
+lossless configuration must be as close to float32 as DynamicCache's.
 
     python benchmarks/decode_cpu.py [--models tiny-lm] [--contexts 1024 4096] [--threads 1 2] [--caches DiffKV]
-    python benchmarks/decode_cpu.py --report [--document]   # tables and plots of what was measured
+    python benchmarks/decode_cpu.py --report [--document]   # tables and plots of the results
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def quartiles(seconds: list[float]) -> list[float]:
 def time_caches(
     model: PreTrainedModel, held: dict[str, Cache], batch: int, threads: int, args: argparse.Namespace
 ) -> dict[str, dict]:
-    """Result fields of each cache, in turns; every turn adds two tokens to all of them."""
+    """Result fields of each cache, in turns; each turn adds two tokens to every cache."""
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     token = torch.full((batch, 1), 5)

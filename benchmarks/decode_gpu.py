@@ -1,9 +1,9 @@
-"""Decoding with a random-weight model of the shape of Llama-3-8B: DynamicCache, StaticCache with compile,
+"""Decoding with a random-weight model in the shape of Llama-3-8B: DynamicCache, StaticCache with compile,
 QuantizedCache and DiffKV (captured, captured with a compiled forward, from Python), each through `generate()`.
 
-First tokens per second at the largest batch whose cache fits a fixed number of bytes; then the time per token over the
-context length at batch 1, of which `tables.py` makes slope x length + intercept and where DiffKV breaks even. Before
-anything is timed, the logits of the lossless configuration must be as close to those in float32 as DynamicCache's.
+First come tokens per second at the largest batch whose cache fits a fixed number of bytes, then the time per token over
+the context length at batch 1, which `tables.py` turns into slope x length + intercept and DiffKV's break-even lengths.
+Before anything is timed, the lossless configuration's logits must be as close to float32 as DynamicCache's.
 
     python benchmarks/decode_gpu.py [--quick] [--parts budget] [--contexts 1024 4096] [--cache-bytes 16e9]
 """
@@ -32,12 +32,12 @@ from hf_diffkv.store.step import refresh
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
 ATTENTION = ("attend_kernel", "finish_kernel")
 PARTS = ("budget", "length")
-# tokens of which the kernels are noted, after those in which a step is captured anew
+# tokens whose kernels are recorded, after those in which a step is captured anew
 PROFILED = (8, 24)
 
 
 class Clock(StoppingCriteria):
-    """Notes the time at every token and never stops; with `profiled`, also the kernels from one token to another."""
+    """Records the time at every token and never stops; with `profiled`, also the kernels between two tokens."""
 
     def __init__(self, session: Session, profiled: tuple[int, int] | None = None) -> None:
         self.gpu, self.device = session.gpu, session.device
@@ -64,7 +64,7 @@ class Clock(StoppingCriteria):
             self.kernels = self.profile.stop()
 
     def seconds(self) -> list[float]:
-        """Per token."""
+        """Seconds per token."""
         pairs = list(zip(self.marks, self.marks[1:]))
         if self.gpu:
             torch.cuda.synchronize(self.device)
@@ -73,7 +73,7 @@ class Clock(StoppingCriteria):
 
 
 class Warnings(logging.Handler):
-    """Collects what DiffKV warns of, for example that steps could not be captured."""
+    """Collects DiffKV's warnings, for example that steps could not be captured."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -94,7 +94,7 @@ class Warnings(logging.Handler):
 
 
 def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, steps: int, clock: Clock) -> None:
-    """Runs `steps` tokens; a StaticCache is compiled anew, for its length alone instead of one form for all lengths."""
+    """Generates `steps` tokens; a StaticCache is compiled anew for its length alone, not once for all lengths."""
     model.set_attn_implementation(attention_of(name))
     options = {}
     if name in (STATIC, LEAN_STATIC):
@@ -116,9 +116,9 @@ def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, st
 def per_token(
     session: Session, model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, args: argparse.Namespace
 ) -> dict:
-    """Milliseconds per token; what compiles or captures comes before.
+    """Milliseconds per token, without compilation and capture, which happen before.
 
-    The mean counts the steps in which the host looks at the device as well, the median does not.
+    The mean includes the steps in which the host reads the device; the median does not.
     """
     clock = Clock(session)
     generate(model, name, cache, tokens, args.warmup + args.steps + 1, clock)
@@ -137,13 +137,13 @@ def per_token(
 def shares(
     session: Session, model: PreTrainedModel, name: str, cache: DiffKVCache, batch: int, ms_per_token: float
 ) -> dict:
-    """Measures the share of attention in a step's kernel time and of a compaction in a step's time.
+    """Measures attention's share of a step's kernel time and a compaction's share of a step's time.
 
-    The cache is useless afterwards.
+    The cache is unusable afterwards.
     """
     first, last = PROFILED
     clock = Clock(session, PROFILED)
-    # as many ids as the cache has seen and one more: every forward is a step of one token, and any token does
+    # as many ids as the cache has seen plus one: every forward is a step of one token, and any token will do
     cache.held_tokens.clear()
     ids = torch.zeros(batch, cache.get_seq_length() + 1, dtype=torch.int64, device=session.device)
     generate(model, name, cache, ids, last + 1, clock)
@@ -158,7 +158,7 @@ def shares(
     settle(store)
     refresh(store)
     free_list = store.pool.free_list
-    # the newest token that left the windows leaves them again, whatever became of it
+    # the newest token that left the windows leaves them again, whatever happened to it
     store.window_start -= 1
     state = [store.window_start, store.table.table, store.high_count, store.low_count, free_list.ring, free_list.state]
     saved = [tensor.clone() for tensor in state]
@@ -183,19 +183,19 @@ def shares(
 
 
 def held_bytes(cache: Cache | None, tokens: int, model: PreTrainedModel) -> int:
-    """Bytes a cache holds for one request: as DiffKV reports, else those of all keys and values."""
+    """Bytes a cache holds for one request: as reported by DiffKV, otherwise those of all keys and values."""
     if isinstance(cache, DiffKVCache):
         return cache.memory().bytes
     config = model.config
     dense = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens * model.dtype.itemsize
-    # four bits and a scale and zero point of 16 bits per 64 elements
+    # four bits, with a 16-bit scale and zero point per 64 elements
     return dense * 9 // 32 if isinstance(cache, QuantizedCache) else dense
 
 
 def measure_contexts(session: Session, model: PreTrainedModel, makers: Makers, args: argparse.Namespace) -> None:
-    """Time per token of every cache at every length, batch 1."""
+    """Times every cache per token at every length, batch 1."""
     cases = [(name, context) for context in args.contexts for name in makers if name not in COMPILED]
-    # one compiled forward serves all lengths, unless a StaticCache comes between
+    # one compiled forward serves all lengths, unless a StaticCache comes in between
     cases += [(name, context) for name in COMPILED if name in makers for context in args.contexts]
     for name, context in cases:
         case = {"kind": "length", "cache": name, "context": context, "batch": 1}
@@ -228,7 +228,7 @@ def measure_length(
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, batch: int) -> None:
-    """`batch` copies of one prompt: a real prompt of one request, then repeated."""
+    """Fills a cache with `batch` copies of one prompt: a real prompt of one request, then repeated."""
     model.set_attn_implementation(attention_of(name))
     if isinstance(cache, DiffKVCache):
         model(tokens, **passing(cache), logits_to_keep=1)
@@ -243,7 +243,7 @@ def fill(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, batch:
 
 
 def measure_budget(session: Session, model: PreTrainedModel, makers: Makers, args: argparse.Namespace) -> None:
-    """Tokens per second at the largest batch that fits `--cache-bytes`; what compiles comes last."""
+    """Tokens per second at the largest batch that fits `--cache-bytes`; whatever compiles comes last."""
     for name in sorted(makers, key=lambda name: name in (STATIC, LEAN_STATIC, *COMPILED)):
         case = {"kind": "budget", "cache": name, "context": args.budget_context}
         case["cache_bytes_allowed"] = int(args.cache_bytes)
@@ -271,7 +271,7 @@ def measure_batch(
     if batch == 0:
         session.leave_out(case, f"one sequence takes {per_sequence / 1e9:.1f} GB")
         return
-    # a repeated cache exists twice for a moment
+    # a repeated cache briefly exists twice
     if session.lacks_memory(2.5 * batch * per_sequence, {**case, "batch": batch}):
         return
     cache = make(length)

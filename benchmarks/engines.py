@@ -1,7 +1,7 @@
-"""Attention of other projects over dense caches, in bf16 and in FP8, where they are installed.
+"""Other projects' attention over dense caches, in bf16 and FP8, where they are installed.
 
-Each function takes query [batch, query_heads, dim], key and value [batch, heads, tokens, dim] of its dtype or of FP8's,
-and gives a call that attends; `ImportError` where the project is not there. Its copy of the keys lives with the call.
+Each function takes query [batch, query_heads, dim], key and value [batch, heads, tokens, dim] in the query's dtype or
+FP8, and returns a call that attends; without the project it raises `ImportError`. The call owns its copy of the keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def flashinfer(query: Tensor, key: Tensor, value: Tensor) -> Attend:
 
 
 def flash_attention_3(query: Tensor, key: Tensor, value: Tensor) -> Attend:
-    """FlashAttention-3 over a cache, the queries of a group packed."""
+    """FlashAttention-3 over a cache, with a group's queries packed."""
     from flash_attn_interface import flash_attn_with_kvcache
 
     batch, _, tokens, _ = key.shape
@@ -98,7 +98,7 @@ def vllm_triton(query: Tensor, key: Tensor, value: Tensor) -> Attend:
 
 
 def converted(query: Tensor, key: Tensor, value: Tensor) -> Attend:
-    """FP8 made the query's dtype by PyTorch, then attended by it: what FP8 costs without a kernel of its own."""
+    """PyTorch converts FP8 to the query's dtype, then attends: the cost of FP8 without a dedicated kernel."""
     batch, heads, _, dim = key.shape
 
     def attend() -> Tensor:
@@ -110,24 +110,24 @@ def converted(query: Tensor, key: Tensor, value: Tensor) -> Attend:
 
 
 def read(query: Tensor, key: Tensor, value: Tensor) -> Callable[[], object]:
-    """Reads the same bytes and no more, which no attention does faster."""
-    # as numbers that a sum makes little work of
+    """Reads exactly the same bytes, a lower bound for any attention."""
+    # viewed as numbers that are cheap to sum
     flat = [tensor.view(torch.uint8).view(torch.float32) for tensor in (key, value)]
     return lambda: [tensor.sum() for tensor in flat]
 
 
-# kind of the results, name, how, whether the cache is FP8
+# kind of the results, name, function, whether the cache is FP8
 ENGINES: tuple[tuple[str, str, Callable[[Tensor, Tensor, Tensor], Attend], bool], ...] = (
     ("dense", "FlashInfer", flashinfer, False),
     ("dense", "FlashAttention-3", flash_attention_3, False),
     ("dense", "vLLM, Triton", vllm_triton, False),
     ("fp8", "FP8, FlashInfer", flashinfer, True),
     ("fp8", "FP8, vLLM, Triton", vllm_triton, True),
-    # no kernel for FP8, so in no target
+    # not an FP8 kernel, so not part of any target
     ("fp8 converted", "FP8, converted, then PyTorch", converted, True),
 )
 
 
 def _pages(tensor: Tensor) -> Tensor:
-    """[batch, heads, tokens, dim] as [batch * pages, heads, PAGE_TOKENS, dim]."""
+    """Views [batch, heads, tokens, dim] as [batch * pages, heads, PAGE_TOKENS, dim]."""
     return tensor.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)

@@ -1,10 +1,10 @@
-"""Everything that one wants to know of a GPU first, within 25 minutes: `python benchmarks/gpu_first_run.py`.
+"""The first measurements to make on a GPU, within 25 minutes: `python benchmarks/gpu_first_run.py`.
 
-Correctness of the kernels, attention, tokens per second within a budget of bytes, time to the first token, compaction,
-latents, kernel settings, and steps over the length, in this order; then the tables and which targets are met. Each part
-has a time limit of its own. What fails, is missing or runs out of time is a line of the results, and the next part
-runs. `--parts` runs some of them, for example to go on where a run ended; `--minutes` shortens or lengthens all limits.
-Nothing needs to be installed: the checkout this file is in is what runs, beside the Python packages that are there.
+The order is: correctness of the kernels, attention, tokens per second within a budget of bytes, time to the first
+token, compaction, latents, kernel settings, and steps over the length; then the tables and which targets are met. Each
+part has its own time limit. If a part fails, is missing or runs out of time, the results say so, and the next part
+runs. `--parts` runs some of them, for example to continue an earlier run; `--minutes` scales all limits. Nothing needs
+to be installed: this checkout runs with the Python packages that are already there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
-# of a part's time: after it a benchmark starts nothing more
+# share of a part's time after which a benchmark starts nothing more
 SHARE_TO_START = 0.75
 LAST_LINES = 15
-# scripts that print what was measured
+# scripts that print the results
 TABLES, REPORT, LAST_SECONDS = "tables", "gpu_report", 120
-# the presets, the paper's two levels, and what they are compared with
+# the presets, the paper's two levels, and their baselines
 CACHES = ("DynamicCache", "DiffKV balanced", "DiffKV small", "DiffKV quality", "DiffKV paper")
 STEPS = ("StaticCache, compiled", "DynamicCache", "DiffKV balanced", "DiffKV paper")
 
@@ -40,9 +40,9 @@ class Part:
     """One part of the run.
 
     Attributes:
-        limit: seconds after which the part is ended.
+        limit: seconds after which the part is stopped.
         script: name of a script in this folder; None runs the tests.
-        arguments: arguments of the script, or names of the test files: those of one string run together.
+        arguments: arguments of the script, or names of test files, which run together if they are in one string.
     """
 
     limit: int
@@ -67,7 +67,7 @@ class Run:
     """Outcome of a command.
 
     Attributes:
-        status: exit status; None if its time was up.
+        status: exit status; None if it ran out of time.
         seconds: duration.
         last: last lines of its output.
     """
@@ -86,8 +86,8 @@ class Run:
 
 
 def run(command: Sequence[str], limit: float) -> Run:
-    """Runs a command, showing what it prints; ends it and all that it started after `limit` seconds."""
-    # tables draw with the package of evaluations
+    """Runs a command and shows its output; after `limit` seconds, ends it and all processes that it started."""
+    # the tables draw with the evaluation package
     folders = (ROOT, FOLDER, ROOT / "packages" / "evaluation", os.environ.get("PYTHONPATH"))
     path = os.pathsep.join(str(folder) for folder in folders if folder)
     variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
@@ -114,7 +114,7 @@ def run(command: Sequence[str], limit: float) -> Run:
 
 
 def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
-    """Returns the commands of a part, by the name of the script or test file."""
+    """Returns the commands of a part, by name of the script or test file."""
     if name in (TABLES, REPORT):
         return {name: [sys.executable, str(FOLDER / f"{name}.py"), "--results", str(args.results)]}
     part = PARTS[name]
@@ -133,7 +133,7 @@ def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def limit_of(name: str, args: argparse.Namespace) -> float:
-    """Returns the seconds of a part within `--minutes` for the wanted parts."""
+    """Returns the time limit of a part in seconds, given `--minutes` for all wanted parts."""
     if name not in PARTS:
         return LAST_SECONDS
     if args.minutes is None:
@@ -142,7 +142,7 @@ def limit_of(name: str, args: argparse.Namespace) -> float:
 
 
 def tests_path(args: argparse.Namespace) -> Path:
-    """Returns the path of the file to which each test appends a line."""
+    """Returns the path of the file to which each test appends its line."""
     return args.results / "tests_gpu.jsonl"
 
 
@@ -154,7 +154,7 @@ def note(path: Path, row: dict) -> None:
 
 
 def run_part(name: str, args: argparse.Namespace) -> list[dict]:
-    """Runs all commands of a part within its time; notes each as a line of the results, and returns these."""
+    """Runs all commands of a part within its time limit, records each as a line of the results, and returns these."""
     end = time.monotonic() + limit_of(name, args)
     rows = []
     for what, command in commands(name, args).items():
@@ -180,7 +180,7 @@ def outcomes(args: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 where a part failed, 0 otherwise."""
+    """Returns 1 if a part failed, 0 otherwise."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="in this order")
     options.add_argument("--minutes", type=float, help="for these parts together, instead of their own limits")

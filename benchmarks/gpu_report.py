@@ -1,7 +1,7 @@
-"""What a GPU showed, as Markdown for a pull request: `python benchmarks/gpu_report.py`.
+"""Results from a GPU as Markdown for a pull request: `python benchmarks/gpu_report.py`.
 
-It has the device, versions, the outcome of the kernel tests, and median, deviation, speed-up and equality of each
-attention, from the JSON lines of `gpu_first_run.py`.
+The report has the device, versions, the outcome of the kernel tests, and the median, deviation, speed-up and equality
+of each attention, from the JSON lines of `gpu_first_run.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUARTILES = 1.349
 
 
 def report(results: Path) -> str:
-    """Returns the report of the newest run of each device in a folder of results."""
+    """Returns a report on the newest run of each device in a folder of results."""
     path = results / "attention_gpu.jsonl"
     rows = [row for row in read(path) if row["kind"] in ("dense", "compressed")] if path.is_file() else []
     parts = [_of_device(device, rows) for device in dict.fromkeys(row["device"] for row in rows)]
@@ -43,7 +43,7 @@ def _of_device(device: str, rows: list[dict]) -> str:
 
 def _tests(path: Path) -> str:
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    # a test that ran again counts once
+    # a repeated test counts once
     newest = {row["test"]: row["outcome"] for row in rows}
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(Counter(newest.values()).items()))
     return f"Tests on the GPU, which compare kernels with PyTorch: {counts or 'none ran'}."

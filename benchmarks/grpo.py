@@ -1,10 +1,10 @@
-"""Memory and time of GRPO's rollouts in TRL, on Transformers' pages and on a compressed cache.
+"""Memory and time of GRPO rollouts in TRL, with Transformers' pages and with a compressed cache.
 
     python benchmarks/grpo.py [--model smollm2] [--steps 2]
 
-All rollouts of a step run at once on both. Transformers' pool of pages has just the room for that; what the compressed
-cache takes for them is counted, windows, tables and scratch included. Without --model it is the random Llama of
-`serving.py`, whose rewards say nothing.
+With both, all rollouts of a step run at once. Transformers' page pool is just large enough for that; for the compressed
+cache, all bytes are counted, including windows, tables and scratch. Without --model, the random Llama of `serving.py`
+is used, whose rewards are meaningless.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Some steps; the most rollouts at once, most bytes, mean seconds of generating, and mean reward."""
+    """Trains some steps; returns the most rollouts at once, most bytes, mean seconds of generation, and mean reward."""
     model = model_of(RANDOM, torch.bfloat16) if options.model is None else load_model(options.model, "bfloat16", "cpu")
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model or "tiny-lm"))
     tokenizer.pad_token = tokenizer.eos_token = tokenizer.eos_token or tokenizer.decode(0)
@@ -85,7 +85,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
     pages = options.rollouts * -(-longest // PAGE_TOKENS)
     generation: dict[str, Any] = {}
     if name == NAMES[0]:
-        # two of its blocks are never given out
+        # two of its blocks are never handed out
         batching |= {"page_size": PAGE_TOKENS, "num_blocks": pages + 2}
     else:
         fields = {"preset": name.split(", ")[1], "max_bytes": pages * PAGE_TOKENS * dense_bytes(model)}

@@ -1,8 +1,8 @@
 """Time and memory of one attention layer with latents (docs/latent.md), in GLM-4.7-Flash's shape with random weights.
 
-Three ways take turns in one process with one thread: Transformers' DynamicCache, which expands all latents at every
+Three variants take turns in one process with one thread: Transformers' DynamicCache, which expands all latents at every
 step; an absorbed step in plain PyTorch on exact latents; and DiffKVCache. Figures are medians of processor time with
-their quartiles. The outputs are compared first.
+quartiles. The outputs are compared first.
 
     python benchmarks/latent.py [--dtype float32] [--contexts 512 2048 4096] [--precision K8V8] [--turns 9]
 """
@@ -37,7 +37,7 @@ WARM_UP = 2
 
 
 class Layer:
-    """An attention layer, and what it is given."""
+    """An attention layer and its inputs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.config, self.dtype = Glm4MoeLiteConfig(num_hidden_layers=1), dtype
@@ -61,7 +61,7 @@ class Layer:
         return DynamicCache(config=self.config)
 
     def run(self, name: str, cache: Any, given: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
-        """Runs the layer as a model does; prompts of the plain absorbed way are expanded as well."""
+        """Runs the layer as a model does; the plain absorbed variant also expands prompts."""
         steps = given[0].shape[1] == 1
         self.config._attn_implementation = ATTENTION[name] if steps or name == OURS else "sdpa"
         if name == PLAIN and steps:
@@ -75,7 +75,7 @@ class Layer:
 def absorbed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attends from one token to exact latents, as Transformers' attention interface has it."""
+    """Attends from one token to exact latents, with the signature of Transformers' attention interface."""
     projection = Projection.of(module, value)
     rope, latent = projection.absorb(query)[0, :, 0].split([key.shape[-1], value.shape[-1]], dim=-1)
     logits = (rope @ key[0, 0].mT + latent @ value[0, 0].mT).float() * scaling
@@ -90,7 +90,7 @@ def spread(seconds: list[float]) -> list[float]:
 
 @torch.no_grad()
 def measure(layer: Layer, context: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Times prompts and steps of all caches in turns; every turn adds one token to all of them."""
+    """Times prompts and steps of all caches in turns; each turn adds one token to every cache."""
     precision, turns, row = args.precision, args.turns, {}
     prompt = layer.inputs(0, context)
     caches = {name: layer.cache(name, precision) for name in (DYNAMIC, OURS)}

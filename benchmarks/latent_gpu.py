@@ -1,8 +1,8 @@
 """A decode step's attention over latents (docs/latent.md) on a GPU, one layer with random weights.
 
-From the model's queries to the heads' outputs: DynamicCache's way, which expands all latents and attends with the
-fastest of PyTorch's attentions; an absorbed step in PyTorch on exact latents; and DiffKV's kernels. All are compared
-with float32 first, and replayed in turns with a cold L2 cache.
+Each variant goes from the model's queries to the heads' outputs: DynamicCache, which expands all latents and attends
+with PyTorch's fastest attention; an absorbed step in PyTorch on exact latents; DiffKV's kernels. All are first compared
+with float32, then replayed in turns with a cold L2 cache.
 
     python benchmarks/latent_gpu.py [--shapes glm deepseek] [--cases 1x4096 32x4096] [--precisions K8V8 K8V4]
 """
@@ -35,13 +35,13 @@ SHAPES: dict[str, tuple[Any, Any]] = {
 }
 TINY = {"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 CASES = ("1x4096", "1x32768", "32x4096", "32x8192")
-# of float32; K8V4 keeps less of random latents than of a model's
+# relative to float32; K8V4 suits random latents less than a model's
 LIMIT = 0.2
 KERNELS = ("latent_kernel", "finish_kernel")
 
 
 class Layer:
-    """An attention layer, and latents of some requests.
+    """An attention layer, and the latents of some requests.
 
     Attributes:
         rope, latent: rotary keys and latents, [batch, 1, tokens, dim].
@@ -70,7 +70,7 @@ class Layer:
         return scaled_dot_product_attention(self.query, key, value, scale=self.scaling)
 
     def absorbed(self) -> Tensor:
-        """Attends to exact latents with absorbed queries."""
+        """Attends to exact latents with absorbed queries, in PyTorch."""
         projection = Projection.of(self.module, self.latent)
         rope, latent = projection.absorb(self.query)[:, :, 0].split([self.rope.shape[-1], self.latent.shape[-1]], -1)
         logits = torch.bmm(rope, self.rope[:, 0].mT).baddbmm_(latent, self.latent[:, 0].mT).float() * self.scaling
@@ -85,7 +85,7 @@ class Layer:
         return projection.values(logits.softmax(-1) @ value)
 
     def compressed(self, precision: str) -> Callable[[], Tensor]:
-        """Attends from the pages of a cache, which get the latents as a prompt's."""
+        """Attends from the pages of a cache, which receive the latents as those of a prompt."""
         cache = DiffKVCache(self.config, high=precision)
         layer, batch = cache.layers[0], self.query.shape[0]
         with torch.no_grad():
@@ -102,7 +102,7 @@ class Layer:
         options = {"bounds": bounds, "scratch": prepare_scratch(store, absorbed[:, :, 0], bounds.max_tokens)}
 
         def call() -> Tensor:
-            # heads are rotated as tokens, as in a model's step
+            # heads are rotated as if they were tokens, as in a model's step
             query = query_form(store, projection.absorb(self.query)[None, :, :, 0])[0]
             output = store.ops.decode_attention(query, store.rows(0), Softmax(self.scaling), **options)
             return projection.values(model_form(store, output[None])[0][:, :, None])
@@ -112,7 +112,7 @@ class Layer:
 
 @torch.no_grad()
 def measure(session: Session, shape: str, batch: int, tokens: int, args: argparse.Namespace) -> None:
-    """All ways at one size."""
+    """Measures all variants at one size."""
     layer = Layer(session, shape, batch, tokens, args.tiny)
     # the compressed caches hold copies of the first request
     layer.rope, layer.latent = (part[:1].expand(batch, -1, -1, -1).contiguous() for part in (layer.rope, layer.latent))

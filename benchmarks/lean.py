@@ -1,4 +1,4 @@
-"""Dense steps that expand no keys and values: a group's queries are taken as tokens of its KV head."""
+"""Dense steps that do not expand keys and values: a group's queries are passed as tokens of its KV head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lean_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' "sdpa", whose mask makes it repeat keys and values for every query head, but for single tokens."""
+    """Transformers' "sdpa", whose mask makes it repeat keys and values per query head, except for single tokens."""
     if query.shape[2] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     batch, heads, tokens, dim = key.shape
@@ -33,6 +33,6 @@ def lean_attention(
 
 
 def register() -> None:
-    """Makes it known to Transformers as `LEAN`."""
+    """Registers it with Transformers as `LEAN`."""
     AttentionInterface.register(LEAN, lean_attention)
     AttentionMaskInterface.register(LEAN, sdpa_mask)

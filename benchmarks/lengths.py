@@ -1,4 +1,4 @@
-"""Lines through the times per token of a cache over the length of its context, and where one becomes the faster one."""
+"""Fits lines to each cache's time per token over the context length, and finds where one cache becomes faster."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import statistics
 
 
 def length_lines(lengths: list[dict]) -> list[tuple[str, tuple[float, float], dict[str, float | None]]]:
-    """Fits a line through the times per token of each cache.
+    """Fits a line to the times per token of each cache.
 
     Returns:
         Name, line (`fit`) and, for DiffKV caches, the length from which each other cache is slower. Caches measured at
-        one length only are left out.
+        only one length are left out.
     """
     points: dict[str, list] = {}
     for row in lengths:
@@ -24,7 +24,7 @@ def length_lines(lengths: list[dict]) -> list[tuple[str, tuple[float, float], di
 
 
 def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Least squares slope (ms per token of context) and intercept (ms)."""
+    """Least-squares slope (ms per token of context) and intercept (ms)."""
     mean_x = statistics.fmean(x for x, _ in points)
     mean_y = statistics.fmean(y for _, y in points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -33,7 +33,7 @@ def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def break_even(mine: tuple[float, float], other: tuple[float, float]) -> float | None:
-    """Length from which on the first line is lower; 0 where it always is, None where it never becomes so."""
+    """Length from which the first line is lower; 0 if it always is, None if it never is."""
     if mine[0] >= other[0]:
         return 0.0 if mine[1] <= other[1] and mine[0] == other[0] else None
     return round(max(0.0, (mine[1] - other[1]) / (other[0] - mine[0])), 1)

@@ -1,11 +1,11 @@
-"""LMCache's serialisers side by side: bytes, errors of keys and values, and what the model makes of what comes back.
+"""Compares LMCache's serialisers: bytes, errors of keys and values, and the model's predictions from the result.
 
     make lmcache
     PYTHONPATH=.:packages/serving build/envs/lmcache/bin/python benchmarks/lmcache_serde.py --model smollm2
 
-The keys and values of a text are cut into chunks as LMCache does, sent through each serialiser of the installed LMCache
-and back. The model then reads on, on what came back, and its next tokens' probabilities are compared with those on the
-keys and values themselves. TurboQuant's kernels run in Triton's interpreter where there is no GPU; CacheGen needs one.
+The keys and values of a text are cut into chunks as in LMCache, then serialised and restored by each serialiser of the
+installed LMCache. The model continues from the result, and its next-token probabilities are compared with those from
+the original keys and values. Without a GPU, TurboQuant's kernels run in Triton's interpreter; CacheGen needs one.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from hf_diffkv.running.models import load_model, resolve_model
 
 CHUNK = 256
 KEY = ObjectKey(b"chunk", "model", 0)
-# keys of turboquant_k8v4 are fp8 as above, which the interpreter rounds otherwise than GPUs do
+# turboquant_k8v4 has fp8 keys as above, which the interpreter rounds differently from GPUs
 TURBO = ("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 OURS = ("K8V8", "K8V4", "K6V4", "K4V4", "K4V2")
 RATIOS = (0.35, 0.25)
 
 
 class Naive:
-    """Bytes as they are."""
+    """Keeps the bytes as they are."""
 
     def there_and_back(self, chunk: Tensor) -> tuple[Tensor, int]:
         return chunk.clone(), chunk.nbytes
 
 
 class Single:
-    """A serialiser of LMCache that takes a chunk as a whole."""
+    """A serialiser of LMCache that takes a whole chunk."""
 
     def __init__(self, serializer: Any, deserializer: Any) -> None:
         self._serializer, self._deserializer = serializer, deserializer
@@ -71,7 +71,7 @@ class Single:
 
 
 class KeysAndValues(Single):
-    """One that takes keys and values apart."""
+    """A serialiser that takes keys and values separately."""
 
     def there_and_back(self, chunk: Tensor) -> tuple[Tensor, int]:
         layouts = tuple(MemoryLayoutDesc([side.shape], [side.dtype]) for side in chunk)
@@ -111,7 +111,7 @@ def methods(model: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
                 yield f"diffkv, heads at {ratio:.0%}", Ours(chunk_format({"head_dim": head_dim, "config": folder}))
             except ValueError as error:
                 print(f"heads at {ratio:.0%}: {error}")
-    # last, as the interpreter takes minutes
+    # last, because the interpreter takes minutes
     for preset in TURBO:
         settings = TurboQuantSerdeConfig(preset=preset, head_dim=head_dim)
         yield preset, Single(TurboQuantSerializer(settings), TurboQuantDeserializer(settings))
@@ -157,12 +157,12 @@ def main() -> None:
 
 
 def merged(side: Tensor) -> Tensor:
-    """[tokens, heads * head_dim] of [1, heads, tokens, head_dim]."""
+    """[tokens, heads * head_dim] from [1, heads, tokens, head_dim]."""
     return side[0].transpose(0, 1).flatten(1)
 
 
 def read_on(model: Any, ids: Tensor, whole: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """float32 log-probabilities [tokens, vocabulary] behind keys and values [2, layers, tokens, hidden]."""
+    """Log-probabilities float32 [tokens, vocabulary] after keys and values [2, layers, tokens, hidden]."""
     cache = DynamicCache(config=model.config)
     for index, (keys, _) in enumerate(layers):
         sides = [side.unflatten(-1, (-1, keys.shape[-1])).transpose(0, 1)[None] for side in whole[:, index]]

@@ -1,4 +1,4 @@
-"""Shared parts of all benchmarks of a device: the environment, time limits, device time, and JSON lines."""
+"""Parts shared by all device benchmarks: the environment, time limits, device time, and JSON lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import transformers
 import hf_diffkv
 
 FOLDER = Path(__file__).parent / "results"
-# bytes per second by the vendors' datasheets, first match in the device's name
+# bytes per second from the vendors' data sheets; the first match in the device's name counts
 PEAK_BANDWIDTH = {
     "H200": 4.8e12,
     "H100 PCIe": 2.0e12,
@@ -36,7 +36,7 @@ FLUSH_BYTES = 1 << 28
 
 
 def parser(description: str, name: str) -> argparse.ArgumentParser:
-    """Arguments every benchmark takes."""
+    """Arguments that every benchmark takes."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seconds", type=float, default=float("inf"), help="start nothing more after so many seconds")
@@ -49,11 +49,11 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
 
 
 class Session:
-    """One run of a benchmark: its device, what is left of its time, and where its results go.
+    """One run of a benchmark: its device, the time left, and where its results go.
 
     Attributes:
-        gpu: whether `device` is one; elsewhere the times are those of the host.
-        rows: all results so far, as they were written.
+        gpu: whether `device` is a GPU; otherwise times are host times.
+        rows: all results so far, as written.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -70,11 +70,11 @@ class Session:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the models that are measured."""
+        """Dtype of the measured models."""
         return torch.bfloat16 if self.gpu else torch.float32
 
     def has_time(self, what: str) -> bool:
-        """Returns whether time is left, and prints what is skipped if there is none."""
+        """Returns whether time is left; if not, prints what is skipped."""
         if time.perf_counter() < self._end:
             return True
         print(f"skipped, out of time: {what}", flush=True)
@@ -88,7 +88,7 @@ class Session:
         return num_bytes <= 0.95 * torch.cuda.mem_get_info(self.device)[0]
 
     def lacks_memory(self, num_bytes: float, case: dict) -> bool:
-        """Whether `has_memory` says no; then the results say so of this case."""
+        """Returns whether `has_memory` is false; if so, records this in the results of the case."""
         if self.has_memory(num_bytes):
             return False
         free = torch.cuda.mem_get_info(self.device)[0]
@@ -96,32 +96,32 @@ class Session:
         return True
 
     def leave_out(self, case: dict, reason: str) -> None:
-        """Notes a case that is not measured, and why, in the results too."""
+        """Reports a case that is not measured, with the reason, also in the results."""
         print(f"left out: {_words(case)}: {reason}", flush=True)
         self.add({**case, "left_out": reason})
 
     def failed(self, case: dict, error: BaseException) -> None:
-        """Notes a case that failed, in the results too."""
+        """Reports a failed case, also in the results."""
         message = str(error).strip().splitlines()[:1]
         reason = ": ".join([type(error).__name__, *message])[:300]
         print(f"failed: {_words(case)}: {reason}", flush=True)
         self.add({**case, "failed": reason})
 
     def add(self, row: dict) -> None:
-        """Writes one result at once, so that nothing is lost when the time is up."""
+        """Writes one result immediately, so that nothing is lost when time runs out."""
         self.rows.append(row)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("a") as file:
             file.write(json.dumps({**self.about, **row}) + "\n")
 
     def time(self, call: Callable[[], object]) -> Timing:
-        """Device time of `call`, see `time_all`."""
+        """Device time of `call`; see `time_all`."""
         return self.time_all([call])[0]
 
     def time_all(self, calls: Sequence[Callable[[], object]]) -> list[Timing]:
         """Device time of each call with a cold L2 cache, in turns, so that all see the same clocks and temperatures.
 
-        Launches are left out: a captured graph is replayed, or where a call cannot be captured, it is said.
+        Launch overhead is excluded: a captured graph is replayed, and a message says if a call cannot be captured.
         """
         if not self.gpu:
             for call in calls:
@@ -139,7 +139,7 @@ class Session:
             turn = []
             for replay in replays:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                # by reading: lines that were written would go back to memory at the cost of what is timed
+                # flushed by reading: written lines would go back to memory while the call is timed
                 self._flush.sum()
                 start.record()
                 replay()
@@ -151,13 +151,13 @@ class Session:
         return [Timing.of(list(mine), captured) for mine, (_, captured) in zip(zip(*seconds), captures)]
 
     def speed(self, num_bytes: int, seconds: float) -> dict:
-        """Returns result fields: bytes read, GB/s, and the share of the device's peak bandwidth if that is known."""
+        """Returns result fields: bytes read, GB/s, and the share of the device's peak bandwidth if it is known."""
         peak = peak_bandwidth(self.device)
         row = {"bytes": num_bytes, "gb_per_s": round(num_bytes / seconds / 1e9, 1)}
         return row if peak is None else row | {"share_of_peak": round(num_bytes / seconds / peak, 4)}
 
     def kernel_times(self, call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
-        """Microseconds per call of each GPU kernel by name; empty on a CPU, or where there is no profiler."""
+        """Microseconds per call of each GPU kernel, by name; empty on a CPU or without a profiler."""
         if not self.gpu:
             return {}
         call()
@@ -168,7 +168,7 @@ class Session:
         return {name: us / repeats for name, us in profile.stop().items()}
 
     def kernel_count(self, call: Callable[[], object]) -> tuple[int, float]:
-        """Returns the number of kernels that one call launches, copies included, and their microseconds.
+        """Returns the number of kernels that one call launches, including copies, and their microseconds.
 
         Both are 0 on a CPU and without a profiler.
         """
@@ -182,7 +182,7 @@ class Session:
 
 
 class Profile:
-    """Kernels that run on a GPU from `start` to `stop`, and after it their `count`."""
+    """Kernels that run on a GPU from `start` to `stop`, and afterwards their `count`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -199,7 +199,7 @@ class Profile:
             self._profile = None
 
     def stop(self) -> dict[str, float]:
-        """Microseconds by kernel; empty where nothing was seen."""
+        """Microseconds by kernel; empty if none was seen."""
         torch.cuda.synchronize(self.device)
         profile, self._profile = self._profile, None
         if profile is None:
@@ -265,14 +265,14 @@ def _host_seconds(call: Callable[[], object]) -> float:
 
 
 def free_memory() -> None:
-    """Gives cached device memory back."""
+    """Releases cached device memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def peak_bandwidth(device: torch.device) -> float | None:
-    """Bytes per second of the device's memory by its datasheet; None where it is not known."""
+    """Bytes per second of the device's memory, from its data sheet; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -280,13 +280,13 @@ def peak_bandwidth(device: torch.device) -> float | None:
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `expected`; infinite where anything is not finite."""
+    """Norm of the difference over the norm of `expected`; infinite if anything is not finite."""
     error = float((got.double() - expected.double()).norm() / expected.double().norm())
     return error if error == error else float("inf")
 
 
 def environment(device: torch.device) -> dict:
-    """Describes the device, software and commit that results depend on."""
+    """Describes the device, software and commit on which results depend."""
     commit = _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
     try:
         import triton

@@ -1,8 +1,8 @@
-"""The memory manager of one decode step: compaction of all layers on a GPU, against the CPU, and beside attention.
+"""Memory management in one decode step: compaction of all layers on a GPU, against the CPU and alongside attention.
 
-The CPU side is the same round by vectorised PyTorch on all threads, on a copy of the same rows; moving counts and
-tokens between host and device, which a manager on the host would also need, is timed apart. Before anything is timed
-both sides must give the same counts, tables and free lists (DiffKV, SOSP 2025, figures 13 and 14).
+The CPU runs the same round in vectorised PyTorch on all threads, on a copy of the same rows. Moving counts and tokens
+between host and device, which a manager on the host would also need, is timed separately. Before anything is timed,
+both sides must produce the same counts, tables and free lists (DiffKV, SOSP 2025, figures 13 and 14).
 
     python benchmarks/memory_manager_gpu.py [--quick] [--batches 1 8 32] [--context 4096]
 """
@@ -32,7 +32,7 @@ MIX = "30/40/30"
 
 @dataclass
 class Round:
-    """One round of Algorithm 1 over all rows of all layers, and how to take it back."""
+    """One round of Algorithm 1 over all rows of all layers, and how to undo it."""
 
     rows: RandomRows
     window: int
@@ -40,7 +40,7 @@ class Round:
     flag: Tensor
 
     def state(self) -> list[Tensor]:
-        """Returns the tensors that a round changes besides page contents."""
+        """Returns the tensors that a round changes, other than page contents."""
         held = self.rows.held
         return [held.page_table, *held.counts, held.window_start, held.free_list.ring, held.free_list.state]
 
@@ -62,7 +62,7 @@ class Round:
 
 
 def make_round(batch: int, heads: int, dim: int, context: int, window: int, layers: int, session: Session) -> Round:
-    """All layers as one batch of rows; a candidate leaves every window, as in each step of the paper."""
+    """All layers as one batch of rows; a candidate leaves every window, as in each step in the paper."""
     config = CONFIGS[MIX]
     tokens = config.tokens(context - window)
     dtype = session.dtype
@@ -73,19 +73,19 @@ def make_round(batch: int, heads: int, dim: int, context: int, window: int, laye
     device = session.device
     rows.held.free_list.extend(rows.held.pages.shape[0] - 2 * count, 2 * count)
     rows.held.window_score.mul_(window)
-    # about a third of the candidates at each level, and victims that move
+    # about a third of the candidates at each level, and victims that must move
     thresholds = tuple(torch.full((layers * batch, heads), limit, device=device) for limit in (0.66, 0.33))
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     return Round(rows, window - 1, thresholds, flag)
 
 
 def check(step: Round, twin: Round) -> None:
-    """Both devices must do the same: raises `RuntimeError` otherwise."""
+    """Raises `RuntimeError` unless both devices do the same."""
     step.run()
     with use_backend("reference"):
         twin.run()
     for name, got, expected in zip(("table", "high", "low", "ring", "state"), step.state(), twin.state()):
-        # the ring's dead part may differ
+        # the unused part of the ring may differ
         if name == "ring":
             got, expected = step.rows.held.free_list.ids(), twin.rows.held.free_list.ids()
             got, expected = got.sort().values, expected.sort().values

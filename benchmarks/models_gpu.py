@@ -1,4 +1,4 @@
-"""Model and caches for the benchmarks of decoding and prompts on a GPU. The model has the shape of Llama-3-8B."""
+"""Model and caches for the GPU benchmarks of decoding and prompts. The model has the shape of Llama-3-8B."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
 from hf_diffkv.config.presets import PRESETS
 
-# as Transformers has it, and with attention that expands no keys and values
+# as in Transformers, and with attention that does not expand keys and values
 STATIC, LEAN_STATIC = "StaticCache, compiled", "StaticCache, lean, compiled"
 DEFAULT = "DiffKV balanced"
 # captured, with a compiled forward
 COMPILED = ("DiffKV balanced, compiled", "DiffKV 1/0, compiled")
 DIFFKV = {
     **{f"DiffKV {name}": DiffKVConfig.preset(name) for name in PRESETS},
-    # the published thresholds of Llama-3-8B
+    # the published thresholds for Llama-3-8B
     "DiffKV paper": DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.02),
     "DiffKV 1/0": DiffKVConfig(alpha_high=1.0, alpha_low=0.0),
     "DiffKV K8V4": DiffKVConfig(alpha_high=0.0, alpha_low=0.0),
@@ -40,14 +40,14 @@ DIFFKV = {
     "DiffKV balanced, compiled": DiffKVConfig.preset("balanced"),
     "DiffKV 1/0, compiled": DiffKVConfig(alpha_high=1.0, alpha_low=0.0),
 }
-# makes a cache for so many tokens
+# makes a cache for a number of tokens
 Makers = dict[str, Callable[[int], Cache]]
 
 
 def build_model(session: Session, tiny: bool) -> PreTrainedModel:
     """Builds the model with the usual random weights.
 
-    Wider queries and keys would turn 16-bit logits behind 32 layers into noise.
+    Larger queries and keys would turn 16-bit logits into noise after 32 layers.
     """
     size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     size |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -72,7 +72,7 @@ def build_model(session: Session, tiny: bool) -> PreTrainedModel:
 
 
 def caches(session: Session, model: PreTrainedModel, names: list[str] | None) -> Makers:
-    """Returns a function from a number of tokens to each cache, by name, the most telling first.
+    """Returns, by name, a function from a number of tokens to each cache, the most informative first.
 
     Caches whose backend is missing are left out.
     """
@@ -106,7 +106,7 @@ def attention_of(name: str) -> str:
 
 @torch.no_grad()
 def check_lossless(session: Session, model: PreTrainedModel, tokens: Tensor) -> dict:
-    """Errors of the logits against float32; stops where lossless DiffKV is worse than DynamicCache."""
+    """Errors of the logits against float32; stops if lossless DiffKV is worse than DynamicCache."""
     logits = {}
     for name, cache in (
         ("dense", DynamicCache(config=model.config)),
@@ -121,7 +121,7 @@ def check_lossless(session: Session, model: PreTrainedModel, tokens: Tensor) -> 
     exact_model = copy.deepcopy(model).to(session.device if session.has_memory(8 * size) else "cpu", torch.float32)
     exact = exact_model(tokens.to(exact_model.device), logits_to_keep=4).logits.to(session.device)
     errors = {f"{name}_error": relative_error(found, exact) for name, found in logits.items()}
-    # rounding differs, so neither is the other's bound
+    # rounding differs, so neither bounds the other
     if not errors["lossless_error"] <= max(1.5 * errors["dense_error"], 1e-4):
         raise SystemExit(f"logits differ from float32: {errors}; nothing timed.")
     return errors

@@ -1,4 +1,4 @@
-"""Pictures from the results of the benchmarks, as PNG, one file for each; needs matplotlib."""
+"""Plots of the benchmark results, one PNG file each; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_diffkv_evaluation import lines
 
 
 def attention(rows: list[dict], folder: Path) -> Path | None:
-    """Speed-up over context: a row of panels per model, a panel per batch."""
+    """Speed-up over context: a row of panels per model, one panel per batch."""
     found = [r for r in rows if r["kind"] == "compressed" and "speed_up" in r]
     batches = sorted({r["batch"] for r in found})
     panels = {
@@ -38,7 +38,7 @@ def memory_manager(rows: list[dict], folder: Path) -> Path | None:
 
 
 def prompt(rows: list[dict], folder: Path) -> Path | None:
-    """Prompt attention with significance over flash attention alone."""
+    """Prompt attention with significance, relative to flash attention alone."""
     found = [r for r in rows if r["kind"] == "significance" and "over_flash" in r]
     panels = _panels(found, "model", "name", "over_flash")
     if not found:
@@ -56,7 +56,7 @@ def decode(rows: list[dict], folder: Path) -> Path | None:
 
 
 def decode_cpu(rows: list[dict], path: Path) -> Path:
-    """Time per token over context at batch 1, all caches: a row of panels per number of threads, a panel per model."""
+    """Time per token over context at batch 1, for all caches: a row of panels per thread count, a panel per model."""
     found = [{**r, "shown": r["ms"][1]} for r in rows if r["batch"] == 1]
     for row in found:
         row["panel"] = f"{row['model']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
@@ -65,7 +65,7 @@ def decode_cpu(rows: list[dict], path: Path) -> Path:
 
 
 def bytes_cpu(rows: list[dict], path: Path) -> Path:
-    """Bytes held over context at batch 1, all caches, a panel per model."""
+    """Bytes held over context at batch 1, for all caches, one panel per model."""
     threads = min(r["threads"] for r in rows)
     found = [r for r in rows if r["batch"] == 1 and r["threads"] == threads]
     return lines.memory(_panels(sorted(found, key=lambda r: r["model"]), "model", "cache", "cache_bytes")).save(path)

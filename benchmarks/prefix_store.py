@@ -1,13 +1,13 @@
-"""Time to the first token of a request that begins with a known prefix, on a CPU.
+"""Time to the first token on a CPU for a request that begins with a known prefix.
 
-The prefix is computed anew, taken from memory, or read from disk: with a `DynamicCache` (copied, torch.load,
-safetensors) and with a `PrefixStore` of default configuration. All ways take turns in one process; figures are medians
-with their quartiles, of what passed and of the processor's time, which other work on the machine hardly changes. Files
-are read with and without the system's page cache holding them. Before anything is timed, what comes back must give the
-very logits that the same cache would have given had it stayed.
+The prefix is recomputed, taken from memory, or read from disk, with a `DynamicCache` (copied, torch.load, safetensors)
+and with a `PrefixStore` of default configuration. All variants take turns in one process. Figures are medians with
+quartiles, of elapsed time and of processor time, which other load hardly changes. Files are read both with and without
+a warm system page cache. Before anything is timed, a restored cache must give exactly the logits of one that stayed in
+memory.
 
     python benchmarks/prefix_store.py [--model tiny-lm] [--lengths 512 1024 2048] [--threads 1] [--repeats 7]
-    python benchmarks/prefix_store.py --report      # the table of what has been measured
+    python benchmarks/prefix_store.py --report      # prints the table of results
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from hf_diffkv import DiffKVCache, PrefixStore
 from hf_diffkv.compat import passing
 
 RESULTS = Path(__file__).parent / "results" / "prefix_store.json"
-# tokens of the request behind its prefix
+# tokens of the request after its prefix
 QUESTION = 16
 
 
 @torch.no_grad()
 def first_token(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
-    """Logits [vocabulary] after `ids` [1, tokens], of which `cache` may hold the first ones."""
+    """Logits [vocabulary] after `ids` [1, tokens], the first of which `cache` may already hold."""
     model.set_attn_implementation(attention_of(cache))
     return model(ids[:, cache.get_seq_length() :], **passing(cache), logits_to_keep=1).logits[0, -1]
 
 
 def draw(name: str, count: int) -> Tensor:
-    """int64 [1, count] of this repository's own documents."""
+    """Token ids int64 [1, count] from this repository's own documents."""
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
     ids = AutoTokenizer.from_pretrained(FOLDERS[name])(text, return_tensors="pt").input_ids[:, :count]
     if ids.shape[1] < count:
@@ -72,12 +72,12 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 class Way(NamedTuple):
-    """A way for a request to get the cache that it continues.
+    """One way for a request to get the cache that it continues.
 
     Attributes:
         get: function that returns the cache.
-        sizes: bytes of the prefix, by where they are held.
-        files: folder of files that must not be in the page cache when `get` runs.
+        sizes: bytes of the prefix, by storage location.
+        files: folder whose files must not be in the page cache when `get` runs.
     """
 
     get: Callable[[], Cache]
@@ -86,7 +86,7 @@ class Way(NamedTuple):
 
 
 def ways(model: PreTrainedModel, ids: Tensor, folder: Path) -> dict[str, Way]:
-    """All of them by name; what they read is written into `folder`."""
+    """All of them by name; the files they read are written into `folder`."""
     prefix = ids[:, :-QUESTION]
     dense = DynamicCache(config=model.config)
     first_token(model, dense, prefix)
@@ -125,7 +125,7 @@ def with_files(name: str, files: Path, get: Callable[[], Cache]) -> dict[str, Wa
 
 
 def check(model: PreTrainedModel, ids: Tensor, stayed: DiffKVCache, *stores: PrefixStore) -> None:
-    """Exits unless caches from the stores give the logits of one that stayed."""
+    """Exits unless caches from the stores give the same logits as one that stayed."""
     expected = first_token(model, stayed, ids)
     for store in stores:
         if not torch.equal(first_token(model, store.lookup(ids), ids), expected):
@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         for length in args.lengths:
             found["rows"] += measure(model, args, length)
-            # written at once, so that a run that is cut keeps what it has
+            # written at once, so that an interrupted run keeps what it has
             rows = ",\n".join(json.dumps(row) for row in found["rows"])
             args.output.write_text(f'{{"about": {json.dumps(found["about"])}, "rows": [\n{rows}\n]}}\n')
     report(args.output)

@@ -1,9 +1,9 @@
 """Time and peak memory of a prompt on a CPU: DynamicCache and StaticCache with torch's attention, and DiffKV.
 
-Caches take turns in one process, so that they share whatever else the machine does: figures are medians, and ratios of
-them are what counts. Peak memory above the loaded model, of the prompt and `STEPS` steps after it, is taken in a
-process of its own, for the prompt in one forward and in chunks. Before anything is timed, the lossless configuration's
-logits must be as close to those in float32 as DynamicCache's.
+Caches take turns in one process, so that other load affects all of them alike; figures are medians, of which the ratios
+matter. The peak memory above the loaded model, for the prompt and `STEPS` steps after it, is measured in a separate
+process, with the prompt in one forward and in chunks. Before anything is timed, the lossless configuration's logits
+must be as close to float32 as DynamicCache's.
 
     python benchmarks/prompt_cpu.py [--models random examples/models/tiny-lm] [--lengths 1024 4096 16384] [--threads 1]
 
@@ -46,7 +46,7 @@ def load(name: str, args: argparse.Namespace) -> transformers.PreTrainedModel:
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
     model = random_llama(dtype, **sizes, num_attention_heads=32, num_key_value_heads=8)
     for layer in model.model.layers:
-        # attention of the initial weights would be all but uniform
+        # with the initial weights, attention would be almost uniform
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             projection.weight.data.mul_(3.0)
     return model
@@ -57,7 +57,7 @@ def caches(model: transformers.PreTrainedModel, length: int) -> dict[str, Callab
 
 
 def prompt(model: transformers.PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk: int) -> None:
-    """Reads the tokens [1, n] in chunks of so many; 0: all at once."""
+    """Reads the tokens [1, n] in chunks of `chunk` tokens; 0 reads all at once."""
     for part in tokens.split(chunk or tokens.shape[1], dim=1):
         step(model, cache, part)
 
@@ -67,7 +67,7 @@ def draw(model: transformers.PreTrainedModel, length: int) -> torch.Tensor:
 
 
 def time_prompts(model: transformers.PreTrainedModel, length: int, chunk: int, args: argparse.Namespace) -> list[dict]:
-    """Median milliseconds of each cache: of one thread its processor time, of several what passed."""
+    """Median milliseconds of each cache: processor time with one thread, elapsed time with several."""
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     tokens, made = draw(model, length), caches(model, length)
     taken: dict[str, list[float]] = {name: [] for name in made}
@@ -85,14 +85,14 @@ def time_prompts(model: transformers.PreTrainedModel, length: int, chunk: int, a
 
 
 def trim() -> None:
-    """Gives freed memory back to the system, which otherwise counts as resident."""
+    """Returns freed memory to the system, which otherwise counts it as resident."""
     gc.collect()
     if platform.system() == "Linux":
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def measure_memory(args: argparse.Namespace) -> None:
-    """Prints what this process takes at most beyond the loaded, warmed-up model."""
+    """Prints this process's peak memory beyond the loaded, warmed-up model."""
     model = load(args.models[0], args)
     make = caches(model, args.lengths[0])[args.memory_of]
     prompt(model, make(), draw(model, 256), 128)

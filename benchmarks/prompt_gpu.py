@@ -1,8 +1,8 @@
-"""Prompt attention with the attention each token receives, against flash attention alone, one layer, on a GPU.
+"""Prompt attention with the attention that each token receives, against flash attention alone, one layer, on a GPU.
 
-A prompt by itself, and new tokens over a past of as many tokens as the context, three tenths of it K8V4, four K4V2 and
-the rest pruned. The latter is compared with dense attention from the new tokens to the whole past, uncompressed.
-Outputs and received attention are checked against float32 on a short prompt and past before anything is timed.
+Two cases are timed: a prompt by itself, and new tokens over a past of the context's length, with 30% of it at K8V4, 40%
+at K4V2 and the rest pruned. The latter is compared with dense attention from the new tokens to the whole uncompressed
+past. Before anything is timed, outputs and received attention are checked against float32 on a short prompt and past.
 
     python benchmarks/prompt_gpu.py [--quick] [--contexts 8192 16384] [--new-tokens 512] [--observation-window 64]
 """
@@ -26,7 +26,7 @@ from hf_diffkv.ops.table import ops_for
 from hf_diffkv.pages import EarlierTokens
 
 CONTEXTS = (2048, 8192, 16384, 32768, 65536)
-# of a past
+# levels of a past
 MIX = "30/40/30"
 
 
@@ -36,7 +36,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, backend: str, causal: bool 
 
 
 def inputs(context: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Query, key and value of one request, laid out in memory as a model's projections leave them."""
+    """Query, key and value of one request, with the memory layout of a model's projections."""
     query_heads, heads, dim = shape
     return tuple(
         torch.randn(1, context, count, dim, device=device).to(dtype).transpose(1, 2)
@@ -90,7 +90,7 @@ def measure(session: Session, context: int, model: str, args: argparse.Namespace
 
 
 def measure_past(session: Session, context: int, model: str, args: argparse.Namespace) -> None:
-    """New tokens over a past of `context` tokens."""
+    """Times new tokens over a past of `context` tokens."""
     shape = MODELS[model] if not args.tiny else (4, 2, 32)
     new = args.new_tokens
     case = {"model": model, "context": context, "new_tokens": new, "batch": 1, "dtype": str(session.dtype)[6:]}
@@ -118,7 +118,7 @@ def compare(
     ways: tuple[str, dict[str, Callable[[], object]]],
     operations: float | None = None,
 ) -> None:
-    """Times all calls in turns; each group is a kind of result and the calls by name, the first one dense attention."""
+    """Times all calls in turns; each group is a kind of result and its calls by name, dense attention first."""
     found = []
     for kind, calls in (plain, ways):
         for name, call in calls.items():
@@ -152,7 +152,7 @@ def compare(
 
 
 def checked_model(session: Session, model: str, context: int, args: argparse.Namespace) -> bool:
-    """Whether a model's shape passes `check`, with a result that says so."""
+    """Returns whether a model's shape passes `check`, and adds a result that says so."""
     shape = MODELS[model] if not args.tiny else (4, 2, 32)
     case = {"model": model, "context": context, "kind": "check"}
     try:
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> Session:
     session = Session(args)
     torch.manual_seed(0)
     right = [model for model in args.models if checked_model(session, model, checked, args)]
-    # what the goals are stated for comes first
+    # the cases that the goals are stated for come first
     for part, context, model in itertools.product((measure, measure_past), args.contexts, right):
         if session.has_time(f"{part.__name__}, {model}, context {context}"):
             case = {"model": model, "context": context, "kind": part.__name__}

@@ -1,4 +1,4 @@
-"""A pytest plugin that appends one JSON line for every test as soon as it ended: `-p pytest_lines --lines FILE`."""
+"""A pytest plugin that appends a JSON line as soon as each test ends: `-p pytest_lines --lines FILE`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--lines")
-    # with several processes the first one hears of all tests
+    # with several processes, the main one hears of all tests
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Lines(path))
 
 
 class Lines:
-    """Writes what became of each test."""
+    """Writes the outcome of each test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # what passed before and after a test is not worth a line
+        # setup and teardown that passed do not deserve a line
         if report.when != "call" and report.outcome == "passed":
             return
         row = {"kind": "test", "test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}

@@ -1,4 +1,4 @@
-"""Tables, slopes and a plot of what `decode_cpu.py` wrote; of repeated measurements of one case the newest counts."""
+"""Tables, slopes and a plot of the results of `decode_cpu.py`; if a case was measured repeatedly, the newest counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import plots
 from tables import markdown
 
 ROOT = Path(__file__).parent.parent
-# what the table of docs/performance.md shows
+# columns of the table in docs/performance.md
 SHOWN = ("DynamicCache", "StaticCache", "QuantizedCache quanto 4 bit", "QuantizedCache hqq 4 bit")
 SHOWN += ("DiffKV quality", "DiffKV balanced", "DiffKV small")
 BLOCK = re.compile(r"(<!-- decode_cpu -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -20,7 +20,7 @@ CASE = ("device", "dtype", "model", "layers", "batch", "threads", "context", "ca
 
 
 def read(path: Path) -> list[dict]:
-    """Rows of decode steps; lines of other formats are left out."""
+    """Reads the rows of decode steps; lines in other formats are skipped."""
     newest: dict[tuple, dict] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -37,7 +37,7 @@ def groups(rows: Iterable[dict], keys: tuple[str, ...]) -> dict[tuple, list[dict
 
 
 def steps(rows: list[dict]) -> str:
-    """A table of all cases: medians, their quartiles, and ratios to DynamicCache and StaticCache."""
+    """Tabulates all cases: medians, their quartiles, and ratios to DynamicCache and StaticCache."""
     header = ("model", "threads", "batch", "context", "cache", "ms per token (quartiles)", "of DynamicCache")
     header += ("of StaticCache", "attention ms (quartiles)", "of DynamicCache", "MB")
     lines = []
@@ -56,7 +56,7 @@ def steps(rows: list[dict]) -> str:
 
 
 def slopes(rows: list[dict]) -> str:
-    """Tabulates the cost of one more token of context, from a line through the medians of batch 1."""
+    """Tabulates the cost of one more token of context, from a line fitted to the medians at batch 1."""
     header = ("model", "threads", "cache", "us per 1,000 tokens of context", "ms at 0", "attention: us per 1,000")
     lines = []
     alone = [row for row in rows if row["batch"] == 1]
@@ -73,9 +73,9 @@ def slopes(rows: list[dict]) -> str:
 
 
 def overview(rows: list[dict]) -> str:
-    """Returns a line for each context, with the whole step's median of one thread, a column for each of `SHOWN`.
+    """Returns a line for each context, with the single-thread median of a whole step and a column for each of `SHOWN`.
 
-    Models that are too small for anyone to run are left out.
+    Models too small for practical use are left out.
     """
     lines = []
     shown = [row for row in rows if row["threads"] == 1 and row["model"] != "tiny-lm"]
@@ -96,7 +96,7 @@ def document(path: Path) -> None:
 
 
 def report(path: Path) -> None:
-    """Prints the tables, and draws the plot beside the results where matplotlib is installed."""
+    """Prints the tables, and draws the plot next to the results if matplotlib is installed."""
     rows = read(path)
     if not rows:
         raise SystemExit(f"{path} holds no decode steps; run benchmarks/decode_cpu.py first.")

@@ -1,4 +1,4 @@
-"""Tables of what `serving.py` wrote; of repeated measurements of one case the newest counts."""
+"""Tables of the results of `serving.py`; if a case was measured repeatedly, the newest counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(path: Path) -> list[dict]:
 
 
 def requests(rows: list[dict]) -> str:
-    """A line for each engine, beside the first engine of the same model."""
+    """A line for each engine, compared with the first engine of the same model."""
     header = ("model", "prompts, tokens", "budget MB", "engine", "in flight, most", "of Transformers'", "mean")
     header += (
         "tokens per second",
@@ -46,7 +46,7 @@ def requests(rows: list[dict]) -> str:
 
 
 def _worked(row: dict, base: dict) -> list:
-    """Tokens per second of the processor, which other work changes less, and beside those of `base`."""
+    """Tokens per second of processor time, which other load changes less, and relative to `base`."""
     if "processor_seconds" not in row or "processor_seconds" not in base:
         return ["", ""]
     rate, other = (one["new_tokens"] / one["processor_seconds"] for one in (row, base))
@@ -54,7 +54,7 @@ def _worked(row: dict, base: dict) -> list:
 
 
 def first_tokens(rows: list[dict]) -> str:
-    """Medians, the fastest and the slowest."""
+    """Medians, minima and maxima."""
     header = ("model", "prompt, tokens", "engine", "seconds to the first token", "of Transformers'")
     lines = []
     first: dict[tuple, float] = {}
@@ -94,7 +94,7 @@ def report(path: Path) -> None:
 
 
 def document(path: Path) -> None:
-    """Puts them into docs/notes/serving.md."""
+    """Inserts the tables into docs/notes/serving.md."""
     rows = read(path)
     text = f"{machine(rows)}\n\n{tables(rows)}"
     DOCUMENT.write_text(BLOCK.sub(lambda match: f"{match[1]}{text}\n{match[2]}", DOCUMENT.read_text()))

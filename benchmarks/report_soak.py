@@ -1,4 +1,4 @@
-"""The table of what `soak.py` wrote; the newest run counts."""
+"""The table of the results of `soak.py`; the newest run counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = re.compile(r"(<!-- soak -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def newest(path: Path) -> dict:
-    """Raises `SystemExit` where nothing was measured."""
+    """The newest run. Raises `SystemExit` if there is none."""
     lines = path.read_text().splitlines() if path.is_file() else []
     if not lines:
         raise SystemExit(f"{path} holds no results; run benchmarks/soak.py first.")
@@ -62,6 +62,6 @@ def report(path: Path) -> None:
 
 
 def document(path: Path) -> None:
-    """Puts it into docs/notes/serving.md."""
+    """Inserts it into docs/notes/serving.md."""
     text = text_of(newest(path))
     DOCUMENT.write_text(BLOCK.sub(lambda match: f"{match[1]}{text}\n{match[2]}", DOCUMENT.read_text()))

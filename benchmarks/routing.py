@@ -1,10 +1,10 @@
-"""Simulates how often requests find their beginnings among many replicas, with the routing that ships.
+"""Simulates how often requests find their prefixes among many replicas, with the shipped routing.
 
     python benchmarks/routing.py --replicas 1000
 
-Talks of several turns, each of which begins with one of some shared texts, come at random and hold a replica for a
-random time. A turn hits if its replica holds the turn before; a replica forgets the beginnings it got longest ago.
-Nothing is computed: queues and hits follow from the routing alone. The tables are of docs/distributed.md.
+Conversations of several turns, each starting with one of several shared texts, arrive at random and occupy a replica
+for a random time. A turn hits if its replica holds the previous turn; a replica evicts the oldest prefixes first.
+Nothing is computed: queues and hits follow from the routing alone. The tables appear in docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from hf_diffkv_serving.ray.beginnings import Places
 
-# requests that a replica takes on average, as a share of those it takes at once
+# average requests on a replica, as a share of its capacity
 LOAD = 0.6
 AT_ONCE = 16
 SECONDS = 10.0
@@ -32,13 +32,13 @@ class Case:
 
     Attributes:
         replicas: number of replicas.
-        routers: number of routers; a talk's turns come to any of them.
-        shared: number of texts that talks begin with, drawn by Zipf's law.
-        turns: mean number of turns of a talk.
-        kept: number of talks that a replica keeps.
-        random: whether to take the shorter of two random queues instead of routing by beginnings.
-        added: number of replicas that come halfway.
-        removed: number of replicas that go halfway.
+        routers: number of routers; a conversation's turns may reach any of them.
+        shared: number of texts that conversations begin with, drawn by Zipf's law.
+        turns: mean number of turns of a conversation.
+        kept: number of conversations that a replica keeps.
+        random: whether to take the shorter of two random queues instead of routing by prefix.
+        added: number of replicas added halfway through.
+        removed: number of replicas removed halfway through.
     """
 
     replicas: int
@@ -52,7 +52,7 @@ class Case:
 
 
 def requests(case: Case, seconds: float, seed: int) -> Iterator[tuple[float, int, int, int]]:
-    """Time, talk, turn and shared text of each request, in order."""
+    """Time, conversation, turn and shared text of each request, in order."""
     rng = random.Random(seed)
     rate = case.replicas * AT_ONCE * LOAD / SECONDS
     weights = [1 / (i + 1) for i in range(case.shared)]
@@ -73,9 +73,9 @@ def requests(case: Case, seconds: float, seed: int) -> Iterator[tuple[float, int
 
 
 def simulate(case: Case, seconds: float, seed: int = 0) -> dict[str, float]:
-    """Shares of turns and of first requests that hit, the longest queue against the mean, and sizes of tables.
+    """Shares of turns and of first requests that hit, longest queue relative to the mean, and table sizes.
 
-    With replicas that come or go, hits are those of the ten seconds that follow.
+    If replicas are added or removed, hits are counted over the ten seconds that follow.
     """
     rng = random.Random(seed + 1)
     alive = list(range(case.replicas))

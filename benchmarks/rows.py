@@ -1,4 +1,4 @@
-"""One layer of a compressed cache made directly, without a model: random tokens in real pages, in shuffled order."""
+"""One layer of a compressed cache built directly, without a model: random tokens in real pages, in shuffled order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class RandomRows:
     """`batch` requests of equal length.
 
     Attributes:
-        held: the rows as ops take them.
-        tokens: stored tokens of every row at the high and at the low level; the window comes on top.
+        held: rows in the form that ops take.
+        tokens: stored tokens of every row at the high and at the low level, not counting the window.
     """
 
     held: LayerRows
@@ -39,7 +39,7 @@ class RandomRows:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the stored tokens, scales, zero points, scores and positions included, and of the window."""
+        """Bytes of the stored tokens, including scales, zero points, scores and positions, and of the window."""
         high, low, held = self.layout.high, self.layout.low, self.held
         window = int(held.length[0] - held.window_start[0])
         raw = (high.key_dim + high.value_dim) * held.dtype.itemsize + 4 * self.layout.selects
@@ -48,12 +48,12 @@ class RandomRows:
     def attend(
         self, query: Tensor, softcap: float | None = None, sinks: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """`decode_attention` of query [batch, query_heads, dim] with its usual scaling; it adds to the scores."""
+        """Runs `decode_attention` on query [batch, query_heads, dim] with its usual scaling; it adds to the scores."""
         softmax = Softmax(query.shape[2] ** -0.5, softcap, sinks)
         return ops_for_rows(self.held).decode_attention(query, self.held, softmax, bounds=self.bounds, **options)
 
     def dense(self, request: int, head: int) -> tuple[Tensor, Tensor]:
-        """float32 keys and values [tokens, dim] of one row, as they are stored."""
+        """Keys and values float32 [tokens, dim] of one row, as stored."""
         parts, held = [], self.held
         for tier, layout in ((HIGH, self.layout.high), (LOW, self.layout.low)):
             index = torch.arange(self.tokens[tier], device=held.device)
@@ -65,7 +65,7 @@ class RandomRows:
         return torch.cat([key.float() for key, _ in parts]), torch.cat([value.float() for _, value in parts])
 
     def behind(self, bytes_before: int) -> RandomRows:
-        """Copies the rows to the end of a new pool, with at least `bytes_before` bytes before them."""
+        """Copies the rows to the end of a new pool, after at least `bytes_before` bytes."""
         held, shift = self.held, bytes_before // self.layout.page_bytes + 100
         pages = held.pages.new_full((shift + held.pages.shape[0], self.layout.page_bytes), 0xFF)
         pages[shift:] = held.pages
@@ -83,7 +83,7 @@ def needed_bytes(
     tokens: tuple[int, int],
     numbers: Mapping[str, int] | None = None,
 ) -> int:
-    """About what `random_rows` allocates."""
+    """Estimates the bytes that `random_rows` allocates."""
     layout = PageLayout.build(high, low, dim, dim, 2, **(numbers or {}))
     pages = sum(_pages(count, tier) for count, tier in zip(tokens, (layout.high, layout.low)))
     return batch * heads * pages * layout.page_bytes + CHUNK_TOKENS * dim * 16
@@ -103,12 +103,12 @@ def random_rows(
     spare_pages: int = 0,
     numbers: Mapping[str, int] | None = None,
 ) -> RandomRows:
-    """Rows with `tokens` at the high and the low level and a full window.
+    """Makes rows with `tokens` at the high and the low level and a full window.
 
     Args:
-        context: tokens seen; those beyond `tokens` and the window count as pruned.
-        spare_pages: pages without an owner, behind all others.
-        numbers: `metadata_bits` and `position_bytes` of `PageLayout.build`, where they are not its own.
+        context: number of tokens seen; those beyond `tokens` and the window count as pruned.
+        spare_pages: number of pages without an owner, after all others.
+        numbers: `metadata_bits` and `position_bytes` of `PageLayout.build`, if not its defaults.
     """
     layout = PageLayout.build(high, low, dim, dim, dtype.itemsize, **(numbers or {}))
     tiers = (layout.high, layout.low)
@@ -163,7 +163,7 @@ def _bounds(
 
 
 def _fill(rows: RandomRows, tier: int, layout: TierLayout, dtype: torch.dtype) -> None:
-    """Quantises random tokens into every slot of one tier, the same few over and over."""
+    """Quantises random tokens into every slot of one tier, repeating the same few."""
     held, count, device = rows.held, rows.tokens[tier], rows.held.device
     total = held.count * count
     chunk = min(CHUNK_TOKENS, total)

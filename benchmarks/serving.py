@@ -1,13 +1,13 @@
-"""Requests in flight and tokens per second at equal bytes: Transformers' own paged cache and DiffKV, on a CPU.
+"""Requests in flight and tokens per second at equal bytes: Transformers' own paged cache against DiffKV, on a CPU.
 
 Both are caches of Transformers' continuous batching engine (`ContinuousBatchingManager`; the paged cache attends with
-sdpa). They get the same requests at the same times, log-normal lengths and exponential gaps, more than fit at once, and
-the same bytes: with Transformers those of its pages, with DiffKV those of windows, tables and scratch as well. All take
-turns in one process. The time to the first token of a long prompt is measured with room for it. Before a model is
-timed, a lossless cache must say what `generate()` says.
+sdpa). They get the same requests at the same times, with log-normal lengths and exponential gaps, more than fit at
+once, and the same bytes: for Transformers those of its pages, for DiffKV also those of windows, tables and scratch. All
+take turns in one process. The time to first token of a long prompt is measured with enough room for it. Before a model
+is timed, a lossless cache must produce the same text as `generate()`.
 
     python benchmarks/serving.py [--cases smollm2 llama-2x128] [--turns 2] [--threads 2]
-    python benchmarks/serving.py --report [--document]   # the tables of what was measured
+    python benchmarks/serving.py --report [--document]   # prints the tables of results
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Case:
     Attributes:
         model: name of the model.
         requests: number of requests.
-        prompt, answer: shortest and median length in tokens. The longest is twice the median.
+        prompt, answer: shortest and median length in tokens; the longest is twice the median.
         gap: mean seconds between two arrivals.
-        room: number of requests of the median length whose dense bytes are the budget of all engines.
+        room: number of median-length requests whose dense bytes are the budget of every engine.
     """
 
     model: str
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request there may be."""
+        """Maximum number of tokens in a request."""
         return 2 * (self.prompt[1] + self.answer[1])
 
 
@@ -77,7 +77,7 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def serve(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list[dict]:
-    """One row for each engine; figures are those of its turn with the median of tokens per second."""
+    """One row for each engine, with the results of its turn that had the median tokens per second."""
     case = CASES[name]
     requests = trace(model.config.vocab_size, args.requests or case.requests, case.prompt, case.answer, case.gap)
     median = case.prompt[1] + case.answer[1]
@@ -139,7 +139,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     if not args.report:
-        # a request that is refused is an error here
+        # a refused request is an error here
         logging.set_verbosity_error()
         torch.set_num_threads(args.threads)
         about = {**about_machine(), "dtype": args.dtype, "threads": args.threads}
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"left out: {error}", flush=True)
                 continue
             check_lossless(model)
-            # prompts of any length are timed once for a model
+            # prompts of any length are timed once per model
             for measure in (serve, prompts) if args.first_token and name == CASES[name].model else (serve,):
                 append_rows(args.output, about, measure(model, name, args))
     report_serving.report(args.output)

@@ -1,4 +1,4 @@
-"""Trace and engines of the serving benchmark, on Transformers' pages and on compressed pages of the same bytes."""
+"""Trace and engines of the serving benchmark, with Transformers' pages and compressed pages of equal bytes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from hf_diffkv import DiffKVConfig
 
-# tokens of a page of Transformers' cache: small, so that little of it is left over; 256 unless given
+# tokens per page of Transformers' cache: small, so that little of it is wasted; the default is 256
 PAGE_TOKENS = 32
 PAGED = "Transformers, paged"
 NAMES = (PAGED, "DiffKV, default", "DiffKV, 22 %")
-# of log-normal lengths
+# standard deviation of log-normal lengths
 SIGMA = 0.35
 PATIENCE = 900
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request that comes `at` seconds behind the first, with `ids` as prompt, and says `new_tokens` tokens."""
+    """A request that arrives `at` seconds after the first, with `ids` as prompt, and generates `new_tokens` tokens."""
 
     at: float
     ids: list[int]
@@ -36,12 +36,12 @@ class Request:
 def trace(
     vocabulary: int, requests: int, prompt: tuple[int, int], answer: tuple[int, int], gap: float
 ) -> list[Request]:
-    """Draws requests like those of a chat, with exponential gaps and log-normal lengths.
+    """Draws chat-like requests, with exponential gaps and log-normal lengths.
 
     The same arguments give the same requests.
 
     Args:
-        vocabulary: number of ids that random tokens are drawn from.
+        vocabulary: number of ids from which random tokens are drawn.
         prompt, answer: shortest and median length in tokens; the longest is twice the median.
         gap: mean seconds between two arrivals.
     """
@@ -59,7 +59,7 @@ def trace(
 
 
 def dense_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a token in a cache of the model's dtype."""
+    """Bytes per token in a cache of the model's dtype."""
     config = model.config
     heads = config.num_hidden_layers * config.num_key_value_heads
     return 2 * heads * config.head_dim * model.dtype.itemsize
@@ -72,7 +72,7 @@ def configuration(model: PreTrainedModel, name: str) -> DiffKVConfig:
 
 
 def manager(model: PreTrainedModel, name: str, max_bytes: int, longest: int, max_batch_tokens: int) -> Any:
-    """Returns a manager of Transformers, not started, on the cache `name`, one of `NAMES`.
+    """Returns an unstarted Transformers manager that uses the cache `name`, one of `NAMES`.
 
     Args:
         max_bytes: bytes for the whole cache: pages, and for DiffKV also windows, tables and scratch memory.
@@ -81,7 +81,7 @@ def manager(model: PreTrainedModel, name: str, max_bytes: int, longest: int, max
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     options = ContinuousBatchingConfig(max_batch_tokens=max_batch_tokens, max_requests_per_batch=64)
     if name == PAGED:
-        # two of its blocks are never given out
+        # two of its blocks are never handed out
         blocks = max_bytes // (PAGE_TOKENS * dense_bytes(model)) - 2
         options.page_size, options.num_blocks = PAGE_TOKENS, blocks
     else:
@@ -102,11 +102,11 @@ def run(running: Any, requests: list[Request]) -> dict[str, Any]:
     """Sends `requests` to a manager at their times, and waits for all answers.
 
     Returns:
-        The most and the mean number of requests that held memory during a forward, tokens generated per second from the
-        first arrival to the last answer, these seconds, those of the processor, and bytes.
+        The maximum and mean number of requests that held memory during a forward, tokens generated per second from the
+        first arrival to the last answer, that time, the processor time, and bytes.
 
     Raises:
-        RuntimeError: a request failed, or did not come to its end.
+        RuntimeError: a request failed or did not finish.
     """
     in_flight: list[tuple[float, int]] = []
     step = running._generation_step
@@ -150,7 +150,7 @@ def run(running: Any, requests: list[Request]) -> dict[str, Any]:
 
 
 def first_token(running: Any, ids: list[int]) -> float:
-    """Seconds from adding a request to its first token, after a short one has warmed a manager up."""
+    """Seconds from adding a request to its first token, after a short request has warmed up a manager."""
     running.start()
     try:
         seconds = 0.0
@@ -168,7 +168,7 @@ def first_token(running: Any, ids: list[int]) -> float:
 
 @torch.no_grad()
 def check_lossless(model: PreTrainedModel) -> None:
-    """Exits unless an engine on a lossless cache says what `generate()` says, in float32."""
+    """Exits unless an engine with a lossless cache produces the same text as `generate()`, in float32."""
     exact = copy.deepcopy(model).float()
     prompts = [request.ids for request in trace(model.config.vocab_size, 3, (20, 60), (1, 1), 1.0)]
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=8)

@@ -1,7 +1,7 @@
-"""Continuous batching with a random-weight model of Llama-3-8B's shape: Transformers' pages and DiffKV, equal bytes.
+"""Continuous batching with a random-weight model in Llama-3-8B's shape: Transformers' pages and DiffKV, equal bytes.
 
-Both caches are in Transformers' own engine (`ContinuousBatchingManager`) and get the same requests at the same times,
-more than fit at once. What compiles comes before, in a short run of each. Needs Transformers 5.23.
+Both caches run in Transformers' own engine (`ContinuousBatchingManager`) and get the same requests at the same times,
+more than fit at once. Compilation happens in a short run of each beforehand. Needs Transformers 5.23.
 
     python benchmarks/serving_gpu.py [--requests 48] [--cache-bytes 4e9]
 """
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> Session:
     options.add_argument("--cache-bytes", type=float, default=4e9)
     options.add_argument("--engines", nargs="+", default=list(NAMES[:2]), choices=NAMES)
     args = options.parse_args(arguments)
-    # a request that is refused is an error here
+    # a refused request is an error here
     logging.set_verbosity_error()
     session = Session(args)
     model = build_model(session, args.tiny)
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> Session:
             free_memory()
             try:
                 measure(session, model, name, args.requests, int(args.cache_bytes))
-            except Exception as failure:  # one engine that fails leaves the others
+            except Exception as failure:  # a failing engine does not stop the others
                 session.failed({"kind": "serving", "cache": name}, failure)
     return session
 

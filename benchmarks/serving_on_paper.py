@@ -1,8 +1,8 @@
-"""Requests in flight and tokens per second that bytes and bandwidth allow, on paper: nothing is run.
+"""Requests in flight and tokens per second that bytes and bandwidth allow, calculated without running anything.
 
-Llama-3-8B's shape, requests of 8,448 tokens, no request waiting: as many are in flight as fit beside the weights, and a
-step takes as long as its bytes take, those of the weights once and those of all caches. How much of a memory's
-bandwidth a kernel reaches is the scoreboard model's figure (docs/kernels.md), 75 % for weights and dense caches.
+The calculation assumes Llama-3-8B's shape, requests of 8,448 tokens, and as many requests in flight as fit alongside
+the weights. A step takes as long as reading its bytes: the weights once, and all caches. The share of bandwidth that a
+kernel reaches comes from the scoreboard model (docs/kernels.md), and is 75 % for weights and dense caches.
 
     python benchmarks/serving_on_paper.py [--tokens 8448]
 """
@@ -20,14 +20,14 @@ from hf_diffkv import DiffKVConfig
 from hf_diffkv.planning import ModelShape
 
 TOKENS = 8448
-# of memory, for caches and weights
+# share of memory for caches and weights
 USABLE = 0.9
 REACHED = 0.75
 
 
 @dataclass(frozen=True)
 class Device:
-    """Bytes of memory, bytes a second, and bits of a weight."""
+    """Bytes of memory, bytes per second, and bits per weight."""
 
     name: str
     memory: float
@@ -36,7 +36,7 @@ class Device:
 
 
 DEVICES = (Device("H200, bf16 weights", 141e9, 4.8e12, 16), Device("24 GB card, 4-bit weights", 24e9, 1.0e12, 4))
-# name -> configuration, and the share of bandwidth that its decode kernel is modelled to reach
+# name -> configuration, and the modelled share of bandwidth that its decode kernel reaches
 CACHES: dict[str, tuple[DiffKVConfig | None, float]] = {
     "bf16": (None, REACHED),
     "quality": (DiffKVConfig.preset("quality"), 0.86),
@@ -53,7 +53,7 @@ def llama() -> ModelShape:
 
 
 def lines(tokens: int) -> list[list[object]]:
-    """Device, cache, MB of a request, requests, tokens per second, both over those of bf16."""
+    """Device, cache, MB per request, requests, tokens per second, the last two also relative to bf16."""
     shape, found = llama(), []
     for device in DEVICES:
         weights = shape.weight_bytes * device.weight_bits / 16

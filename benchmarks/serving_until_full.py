@@ -1,9 +1,9 @@
-"""Requests in flight at one budget, precise until it is full, beside today's waiting: speed, loss and preemptions.
+"""Requests in flight at one budget, precise until full, compared with waiting: speed, loss and preemptions.
 
-One engine stores all tokens at the final precision, one at the precise one; in both a full budget makes requests wait.
-The third is precise until the budget is full and lowers heads then. All get the same prompts, parts of this project's
-documents, at the same time, and take turns in one process. KL is that of each engine's distribution of the next token
-to the dense one, on the text that it wrote, over all generated tokens.
+One engine stores all tokens at the final precision, another at the precise one; in both, requests wait if the budget is
+full. The third stays precise until the budget is full and then lowers heads. All get the same prompts, parts of this
+project's documents, at the same time, and take turns in one process. KL compares each engine's next-token distribution
+with the dense one on the text that it generated, over all generated tokens.
 
     python benchmarks/serving_until_full.py [--model smollm2] [--in-flight 1 4 8 12] [--precise-requests 4.5]
 """
@@ -34,12 +34,12 @@ from hf_diffkv.running.models import load_model, resolve_model
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "serving_until_full.jsonl"
 PATIENCE = 900
-# name of a request, and number of tokens before a position of it
+# name of a request, and number of tokens before a position in it
 Place = tuple[str, int]
 
 
 def engines(preset: str, window: int) -> dict[str, DiffKVConfig]:
-    """Returns the configurations that are compared, without the budget."""
+    """Returns the configurations to compare, without the budget."""
     final = DiffKVConfig.preset(preset, window=window)
     precise = DiffKVConfig.preset(preset, window=window, high="K8V8", low="K8V8")
     return {final.high.full_name: final, "K8V8": precise, "until full": final}
@@ -56,7 +56,7 @@ def prompts(model_name: str, count: int, tokens: int) -> list[list[int]]:
 
 @contextmanager
 def recorded(model: PreTrainedModel, running: Any) -> Iterator[dict[Place, Tensor]]:
-    """Records the scores by which a manager chooses tokens, by request and number of tokens before the chosen one."""
+    """Records the scores from which a manager chooses tokens, by request and number of tokens before the chosen one."""
     found: dict[Place, Tensor] = {}
     past: dict[str, int] = {}
     extend = ContinuousCache.extend_read_and_write_indices
@@ -67,7 +67,7 @@ def recorded(model: PreTrainedModel, running: Any) -> Iterator[dict[Place, Tenso
 
     def scored(module: Any, inputs: Any, output: Tensor) -> None:
         batch = running.batch_processor.inputs_and_outputs.requests_in_batch
-        # the first rows are of these, the others of nobody
+        # the first rows belong to these, the others to no request
         names = [future.state.request_id for future in batch if future.has_new_token]
         if output.shape[1] != len(batch):
             raise RuntimeError(f"{output.shape[1]} rows of scores for {len(batch)} requests.")
@@ -86,7 +86,7 @@ def recorded(model: PreTrainedModel, running: Any) -> Iterator[dict[Place, Tenso
 def serve(
     model: PreTrainedModel, name: str, config: DiffKVConfig, max_bytes: int, given: list[list[int]], new: int
 ) -> dict:
-    """Sends all prompts at once; figures of the run, and the texts with their recorded scores."""
+    """Sends all prompts at once; returns results of the run, and the texts with their recorded scores."""
     fields = {**config.to_dict(), "max_bytes": max_bytes}
     fields |= {"until_full": "K8V8"} if name == "until full" else {}
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -1,11 +1,11 @@
-"""Requests of which half begin with one of 6 texts: what is reused and held, whether answers stay, the first token.
+"""Requests, half of which share one of 6 prefixes: what is reused and held, whether answers change, first token.
 
-Continuous batching with a `PrefixStore` beside the same without. Where a text ends is marked, as the server marks the
-end of a system message, or found by comparing requests. Answers are compared with those of a store that keeps nothing,
-so that prompts come in the same parts and all are computed.
+Continuous batching is run with and without a `PrefixStore`. The end of a text is marked, as the server marks the end of
+a system message, or found by comparing requests. Answers are compared with those of a store that keeps nothing, so that
+prompts are split into the same parts and all of them are computed.
 
     python benchmarks/shared_beginnings.py [--models tiny-lm smollm2] [--gap SECONDS] [--threads 2]
-    python benchmarks/shared_beginnings.py --report [--document]   # the table of what was measured
+    python benchmarks/shared_beginnings.py --report [--document]   # prints the table of results
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ RESULTS = Path(__file__).parent / "results" / "shared_beginnings.jsonl"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "notes" / "serving.md"
 BLOCK = re.compile(r"(<!-- shared beginnings -->\n).*?(<!-- end -->)", re.DOTALL)
 TEXTS, ANSWER = 6, 8
-# tokens of a text and of a prompt that shares nothing; and of a question
+# tokens of a text and of a prompt that shares nothing, and of a question
 LONG, QUESTION = (300, 700), (10, 40)
-# beside each other: no store, a store without room, texts that are found, and marked ones
+# compared: no store, a store without room, texts that are found, and marked texts
 NOTHING, COMPUTED, FOUND, MARKED = "nothing kept", "same parts, computed", "found", "marked"
 WAYS = (NOTHING, FOUND, MARKED)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of which the first `shared` tokens are text number `text`; -1 and 0 where it shares nothing."""
+    """A prompt whose first `shared` tokens are text number `text`; -1 and 0 if it shares nothing."""
 
     at: float
     ids: list[int]
@@ -51,7 +51,7 @@ class Request:
 
 
 def traffic(vocabulary: int, requests: int, gap: float) -> list[Request]:
-    """Draws the same requests at every call.
+    """Draws the same requests on every call.
 
     Gaps are exponential with a mean of `gap` seconds. Every second request begins with one of the shared texts.
     """
@@ -71,14 +71,14 @@ def traffic(vocabulary: int, requests: int, gap: float) -> list[Request]:
 
 
 def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: PrefixStore | None) -> dict:
-    """Sends all; each request's answer, reused tokens, and seconds to the first token; the most that all held.
+    """Sends all. Returns each request's answer, reused tokens and seconds to the first token, and the peak of all held.
 
     Raises:
-        RuntimeError: a request failed, or none came to its end for long.
+        RuntimeError: a request failed, or none finished for a long time.
     """
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, cache_implementation="diffkv")
     longest = max(len(request.ids) for request in requests) + ANSWER
-    # a prompt that does not fit beside others of a forward would be cut there as well
+    # a prompt that does not fit next to others in a forward would be cut there as well
     tokens = len(requests) * longest
     config.cache_config = {**DiffKVConfig.for_model(model).to_dict(), "max_bytes": tokens * dense_bytes(model)}
     manager = model.init_continuous_batching(config, ContinuousBatchingConfig(max_batch_tokens=tokens))
@@ -114,7 +114,7 @@ def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: 
 
 
 def measure(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list[dict]:
-    """One row for each way."""
+    """One row for each variant."""
     requests = traffic(model.config.vocab_size, args.requests, args.gap)
     later, seen = [], set()
     for i, request in enumerate(requests):
@@ -180,7 +180,7 @@ def table(rows: list[dict]) -> str:
 
 
 def report(path: Path, into_document: bool) -> None:
-    """Prints the table of the newest row of each case, and puts it into docs/notes/serving.md if that is asked for."""
+    """Prints the table of each case's newest row, and on request inserts it into docs/notes/serving.md."""
     newest: dict[tuple, dict] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)

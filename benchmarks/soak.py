@@ -1,12 +1,12 @@
-"""A server under mixed traffic for a long time, on a CPU: `hf-diffkv serve` with tiny-lm, and clients of every kind.
+"""Soaks a server in mixed traffic for a long time on a CPU: `hf-diffkv serve` with tiny-lm and all kinds of clients.
 
-Clients ask for whole answers and streams, greedy and sampled, leave before the end, and send what is no request. Half
-way the server is stopped with SIGTERM and started again with its folder of prefixes. Then it is checked that nothing
-was lost: every request has one answer and one line in the log, every greedy answer is what `generate()` says, every
-stream has its last event, every counter is back to zero, and the process does not grow.
+Clients ask for whole answers and streams, greedy and sampled, disconnect early, and send invalid requests. Halfway
+through, the server is stopped with SIGTERM and restarted with its folder of prefixes. Afterwards, nothing may be lost:
+every request has one answer and one line in the log, every greedy answer matches `generate()`, every stream has its
+last event, every counter is back to zero, and the process does not grow.
 
     python benchmarks/soak.py [--seconds 1800] [--requests 5000]
-    python benchmarks/soak.py --report [--document]   # the table, into docs/notes/serving.md as well
+    python benchmarks/soak.py --report [--document]   # prints the table; also writes docs/notes/serving.md
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from soak_prompts import TEMPLATE, Reference, make_prompts
 from transformers import AutoTokenizer
 
 RESULTS = Path(__file__).parent / "results" / "soak.jsonl"
-# what is asked for while all goes well, and how much waits beyond that
+# what is requested while all goes well, and how much waits beyond that
 LONGEST, SLOTS, QUEUE, AT_ONCE = 1200, 16, 12, 26
 GRACE = 3
-# seconds until a client that is told so tries again
+# seconds until a client that was told to retry does so
 RETRY = 1
-# seconds between looks at the memory
+# seconds between memory readings
 EVERY = 5
-# share of the memory that a process has after a third of its time, by which it may grow afterwards
+# allowed growth, as a share of the process's memory after a third of its time
 GROWTH = 0.1
 PATIENCE = 300
-# seconds between looks whether there is room for a client, or all are done
+# seconds between checks for room for a client, or for the end of all clients
 LOOK = 0.02
 
 
 class Process:
-    """A server in a process of its own.
+    """A server in a separate process.
 
     Args:
         folder: folder for prefixes, template and log.
@@ -78,11 +78,11 @@ class Process:
         with self.log.open("a") as file:
             self._process = subprocess.Popen(command, stderr=file, env=variables)
         self._memory = psutil.Process(self._process.pid)
-        # MB, every so many seconds
+        # in MB, at fixed intervals
         self.megabytes: list[float] = []
 
     async def ready(self, address: str) -> None:
-        """Returns when it takes requests."""
+        """Returns once it accepts requests."""
         async with httpx.AsyncClient(base_url=address) as client:
             for _ in range(PATIENCE * 5):
                 if self._process.poll() is not None:
@@ -96,7 +96,7 @@ class Process:
         raise SystemExit("the server did not answer.")
 
     async def watch(self) -> None:
-        """Notes how much memory it has, for as long as it runs."""
+        """Records its memory for as long as it runs."""
         while self._process.poll() is None:
             try:
                 self.megabytes.append(self._memory.memory_info().rss / 1e6)
@@ -105,7 +105,7 @@ class Process:
             await asyncio.sleep(EVERY)
 
     async def stop(self) -> int:
-        """The exit code after a signal."""
+        """Exit code after a signal."""
         self._process.send_signal(signal.SIGTERM)
         return await asyncio.to_thread(self._process.wait, PATIENCE)
 
@@ -139,7 +139,7 @@ class Soak:
         self._codes: list[int] = []
 
     async def run(self) -> dict[str, Any]:
-        """Figures, and what was wrong."""
+        """Results, and whatever was wrong."""
         watching = [await self._start()]
         began, tasks, room = time.perf_counter(), [], asyncio.Semaphore(AT_ONCE)
         restart = None
@@ -210,7 +210,7 @@ class Soak:
             return (await client.get("/diffkv")).json()
 
     async def _rest(self) -> None:
-        """Waits until the server has nothing to do."""
+        """Waits until the server is idle."""
         for _ in range(100):
             found = await self._state()
             if (found["requests"], found["waiting"]) == (0, 0):
@@ -259,13 +259,13 @@ class Soak:
 
 
 def _check(restart: asyncio.Task | None) -> None:
-    """Raises what went wrong with a restart: clients would wait for a server for ever."""
+    """Raises any error of a restart, since clients would wait for a server for ever."""
     if restart is not None and restart.done():
         restart.result()
 
 
 def _log_faults(log: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Requests without a line, or with several, and lines that say that something failed."""
+    """Lists requests without a line or with several, and lines that report a failure."""
     found, faults = Counter(), []
     for text in log.read_text().splitlines():
         line = json.loads(text) if text.startswith("{") else {"event": "text", "message": text}
@@ -280,7 +280,7 @@ def _log_faults(log: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _quantiles(values: list[float]) -> list[float]:
-    """Median, 95 and 99 of a hundred, the largest."""
+    """Median, 95th and 99th percentile, and maximum."""
     values = sorted(values)
     return [values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.95, 0.99, 1)]
 
@@ -302,7 +302,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs it all."""
+    """Runs the whole test."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDERS["tiny-lm"])
     tokenizer.chat_template = TEMPLATE
     reference = Reference(load_model("tiny-lm", torch.float32, 0), tokenizer, args.new_tokens)

@@ -1,4 +1,4 @@
-"""Clients of a soak: each sends one request, reads what comes, and says what was wrong with it."""
+"""Clients of a soak: each sends one request, reads the response, and reports what was wrong with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 from soak_prompts import Prompt, Reference
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-# kinds of requests, and how many of a hundred there are
+# kinds of requests, in percent
 KINDS = {"whole": 28, "stream": 32, "sampled": 15, "leaves": 10, "malformed": 10, "too long": 5}
 MESSAGE = {"role": "user", "content": "a"}
 MALFORMED: list[tuple[str, Any]] = [
@@ -37,7 +37,7 @@ MALFORMED: list[tuple[str, Any]] = [
     (RESPONSES, {"input": 7}),
     (RESPONSES, {"input": "a", "max_output_tokens": []}),
 ]
-# of a server that has no room for it now, or is being stopped
+# from a server that has no room now, or is being stopped
 TRY_LATER = {429, 503}
 
 
@@ -47,9 +47,9 @@ class Outcome:
 
     Attributes:
         status: HTTP status; None if the client left before there was one, or there was no server.
-        wrong: description of what is wrong; None if all is right.
+        wrong: description of what is wrong; None if nothing is.
         during_restart: whether the request was sent during a restart.
-        reached: whether there was a server. If not, the request is sent again.
+        reached: whether a server was reached. If not, the request is sent again.
         compared: whether the text was compared with the reference.
         cut: whether the server properly ended the request early.
     """
@@ -70,20 +70,20 @@ class Clients:
     """Sends requests to one server.
 
     Args:
-        longest: tokens of a request that the server takes.
-        new_tokens: most that an answer has.
+        longest: maximum tokens of a request that the server accepts.
+        new_tokens: maximum tokens of an answer.
     """
 
     def __init__(
         self, address: str, prompts: list[Prompt], reference: Reference, longest: int, new_tokens: int, seed: int
     ) -> None:
-        # connections are not used again that the server may be about to close
+        # connections that the server may be about to close are not reused
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
         self._http = httpx.AsyncClient(base_url=address, timeout=300, limits=limits)
         self._prompts, self._reference = prompts, reference
         self._longest, self._new = longest, new_tokens
         self._rng = random.Random(seed)
-        # while a server is being stopped and another one started
+        # while one server is being stopped and another started
         self.restarting = False
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ class Clients:
         return self._rng.choices(list(KINDS), list(KINDS.values()))[0]
 
     async def send(self, kind: str) -> Outcome:
-        """One request of a kind."""
+        """Sends one request of a kind."""
         outcome, began = Outcome(kind, during_restart=self.restarting), time.perf_counter()
         try:
             if kind == "malformed":
@@ -112,7 +112,7 @@ class Clients:
         return outcome
 
     def _excused(self, outcome: Outcome) -> bool:
-        """Whether the server may have been stopped meanwhile."""
+        """Returns whether the server may have been stopped in the meantime."""
         return self.restarting or outcome.during_restart
 
     async def _malformed(self, outcome: Outcome) -> None:
@@ -138,7 +138,7 @@ class Clients:
             outcome.wrong = f"{what}: {answer.status_code} {answer.text[:200]}"
 
     def _try_later(self, outcome: Outcome, answer: httpx.Response) -> bool:
-        """Whether the server has no room, or is being stopped; that must be said as the protocol has it."""
+        """Returns whether the server has no room or is being stopped, which it must report as the protocol requires."""
         if answer.status_code not in TRY_LATER:
             return False
         if not _message(answer) or "retry-after" not in answer.headers:
@@ -219,7 +219,7 @@ class Clients:
             wanted = self._reference.answer(prompt, new)
             outcome.compared = True
             if (text, reason) != wanted:
-                # a server that is stopped ends its answers early
+                # a server being stopped ends its answers early
                 outcome.cut = self._excused(outcome) and reason == "length" and wanted[0].startswith(text)
                 if not outcome.cut:
                     outcome.wrong = f"{prompt.text[-40:]!r}, {new} tokens: {(text, reason)} and not {wanted}"
@@ -235,7 +235,7 @@ def _message(answer: httpx.Response) -> str | None:
 
 
 def _whole_text(path: str, found: dict[str, Any]) -> tuple[str, str | None]:
-    """Returns the text of a whole answer and the reason of its end."""
+    """Returns the text of a whole answer and its finish reason."""
     if path == RESPONSES:
         text = "".join(part["text"] for item in found["output"] for part in item["content"])
         return text, {"completed": "stop", "incomplete": "length"}.get(found["status"])
@@ -244,7 +244,7 @@ def _whole_text(path: str, found: dict[str, Any]) -> tuple[str, str | None]:
 
 
 async def _pieces(path: str, answer: httpx.Response) -> AsyncIterator[tuple[str, str | None, bool]]:
-    """Text, why the answer ends, and whether the stream does, of each event."""
+    """Text, finish reason, and whether the stream ends, for each event."""
     async for line in answer.aiter_lines():
         if not line.startswith("data: "):
             continue

@@ -1,4 +1,4 @@
-"""Prompts of a soak and the answers of `generate()`. Lengths are mixed, and some prompts share a beginning."""
+"""Prompts of a soak and the answers of `generate()`. Lengths are mixed, and some prompts share a prefix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 NAMES = ("sky", "tin", "jar", "hen", "red", "fox", "oak", "elm", "yew", "ice", "owl", "bay")
-# of the two likeliest tokens; where their scores are closer, the order of a sum may decide
+# between the two most likely tokens; if their scores are closer, the order of summation may decide
 MARGIN = 1e-3
 TEMPLATE = (
     "{% for message in messages %}@{{ message.role }}={{ message.content }}\n{% endfor %}"
@@ -22,9 +22,9 @@ class Prompt:
     """A question with its answer.
 
     Attributes:
-        chat: whether the text is sent as a message of a chat, or as a plain prompt.
+        chat: whether the text is sent as a chat message or as a plain prompt.
         prompt_tokens: number of tokens of the prompt.
-        answer: token ids that were generated, up to an end of the text.
+        answer: generated token ids, up to an end of text.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Reference:
         return Prompt(text, chat, len(ids), tuple(found.sequences[0, len(ids) :].tolist()))
 
     def answer(self, prompt: Prompt, new_tokens: int) -> tuple[str, str]:
-        """Returns the text of an answer of at most `new_tokens` tokens and the reason of its end."""
+        """Returns the text of an answer of at most `new_tokens` tokens and its finish reason."""
         ids = prompt.answer[:new_tokens]
         reason = "stop" if ids[-1] in self.ends else "length"
         return self.tokenizer.decode(ids, skip_special_tokens=True), reason
@@ -70,7 +70,7 @@ def make_prompts(reference: Reference, count: int, longest: int, rng: random.Ran
         size = int(longest ** rng.uniform(0.5, 1))
         text = rng.choice(documents) if kind == 0 else _facts(rng, size)
         if kind == 1 and found:
-            # a further turn of a talk
+            # a further turn of a conversation
             last = rng.choice(found)
             if not last.chat and len(last.text) < longest // 2:
                 text = last.text + reference.answer(last, 8)[0]
@@ -81,5 +81,5 @@ def make_prompts(reference: Reference, count: int, longest: int, rng: random.Ran
 
 
 def _facts(rng: random.Random, size: int) -> str:
-    """A text of about so many characters."""
+    """A text of about `size` characters."""
     return " ".join(f"@{rng.choice(NAMES)}={rng.randrange(1000, 10000)}" for _ in range(max(1, size // 10)))

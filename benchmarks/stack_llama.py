@@ -1,4 +1,4 @@
-"""The worker of `cpu_stack.py` for llama.cpp, by llama-cpp-python: a GGUF file with a cache of one type, on a CPU.
+"""The llama.cpp worker of `cpu_stack.py`, using llama-cpp-python: a GGUF file with a cache of one type, on a CPU.
 
 It runs in the environment of `make llama-cpp`, which has no PyTorch.
 """
@@ -13,9 +13,9 @@ import llama_cpp
 import numpy as np
 from stack_protocol import serve
 
-# of general.file_type
+# values of general.file_type
 FILE_TYPES = {"1": "F16", "2": "Q4_0", "7": "Q8_0", "14": "Q4_K_S", "15": "Q4_K_M", "17": "Q5_K_M", "18": "Q6_K"}
-# of BLOCK elements in a cache
+# bytes of BLOCK elements in a cache
 BLOCK, BLOCK_BYTES = 32, {"f16": 64, "q8_0": 34, "q5_0": 22, "q4_0": 18}
 
 
@@ -23,8 +23,8 @@ class LlamaCpp:
     """A model with one cache.
 
     Attributes:
-        job: `gguf`, path of the file; `cache`, type of keys and values by its name in ggml; `room`, tokens of the
-            context; `threads`.
+        job: `gguf`, path of the file; `cache`, type of keys and values by its name in ggml; `room`, context length;
+            `threads`.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class LlamaCpp:
             n_ctx=job["room"],
             n_threads=job["threads"],
             n_threads_batch=job["threads"],
-            # without it values keep 16 bits
+            # without it, values keep 16 bits
             flash_attn=True,
             type_k=kind,
             type_v=kind,
@@ -52,7 +52,7 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(logits, (self.model.n_vocab(),)).argmax())
 
     def held(self) -> int:
-        """Bytes of keys and values of the whole context, which llama.cpp reserves at its start."""
+        """Bytes of keys and values for the whole context, which llama.cpp reserves at start-up."""
         about, name = self.model.metadata, self.model.metadata["general.architecture"]
         layers, width, heads, pairs = (
             int(about[f"{name}.{key}"])

@@ -1,14 +1,14 @@
-"""A process that times one cache of one runtime when it is asked to: JSON lines on its standard input and output.
+"""A process that times one cache of one runtime on request: JSON lines on its standard input and output.
 
-Both runtimes' workers import this file, and llama.cpp's environment has neither PyTorch nor this library, so it needs
-the standard library alone.
+Both runtimes' workers import this file. It needs only the standard library, because llama.cpp's environment has neither
+PyTorch nor this library.
 
-    {"prompt": [ids]}   reads the prompt; answers {"seconds": ..., "next": the likeliest token}
+    {"prompt": [ids]}   reads the prompt; answers {"seconds": ..., "next": the most likely token}
     {"steps": [ids]}    takes these tokens one by one; answers {"ms": [...], "waited": ...}
     {"end": true}       answers {"peak_bytes": ..., "loading_peak_bytes": ..., "cache_bytes": ...} and ends
 
-`waited` is the processor seconds that the process spent between its last answer and the request,
-`peak_bytes` the peak after loading, where the system can tell.
+`waited` is the processor time in seconds that the process spent between its last answer and the request; `peak_bytes`
+is the peak after loading, if the system reports it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Runtime(Protocol):
     """A loaded model with an empty cache."""
 
     def read(self, ids: Sequence[int]) -> int:
-        """Reads a prompt, or one more token, and returns the likeliest token after it."""
+        """Reads a prompt, or one more token, and returns the most likely next token."""
 
     def held(self) -> int | None:
-        """Bytes of the cache, or None if the runtime does not tell."""
+        """Bytes of the cache, or None if the runtime does not report them."""
 
     def about(self) -> dict[str, Any]:
-        """Versions and whatever else a record should hold of the runtime."""
+        """Versions and other information about the runtime for the record."""
 
 
 def serve(load: Callable[[dict[str, Any]], Runtime]) -> None:
-    """Loads what the first line of the input describes, says what `about` gives, and answers until it is told to end.
+    """Loads what the first line of the input describes, reports `about`, and answers requests until told to end.
 
-    What libraries print goes to standard error.
+    Output of libraries goes to standard error.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -74,19 +74,19 @@ def serve(load: Callable[[dict[str, Any]], Runtime]) -> None:
 
 
 def say(answers: TextIO, answer: dict[str, Any]) -> None:
-    """Writes one line at once."""
+    """Writes one line immediately."""
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
 
 def forget_peak() -> None:
-    """Lets the system measure the peak of memory anew, if it can."""
+    """Resets the system's peak memory reading, if possible."""
     with contextlib.suppress(OSError):
         CLEAR.write_text("5")
 
 
 def peak_bytes() -> int | None:
-    """Peak resident memory of this process since `forget_peak`, mapped files included; None if nothing tells."""
+    """Peak resident memory of this process since `forget_peak`, including mapped files; None if unknown."""
     if not STATUS.is_file():
         return None
     return 1024 * int(re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)[1])

@@ -1,7 +1,7 @@
-"""Tables of what `cpu_stack.py` wrote, on the terminal, in README.md and in docs/from-llama-cpp.md.
+"""Tables of the results of `cpu_stack.py`, in the terminal, in README.md and in docs/from-llama-cpp.md.
 
-Of repeated measurements of one case the newest counts. In a document a table stands between
-`<!-- cpu_stack: MODEL TOKENS,... CACHE;... -->` and `<!-- end -->`. With ` steps` behind the caches it lacks prompts
+If a case was measured repeatedly, the newest counts. In a document, a table is between
+`<!-- cpu_stack: MODEL TOKENS,... CACHE;... -->` and `<!-- end -->`. With ` steps` after the caches, it omits prompts
 and peaks.
 """
 
@@ -24,7 +24,7 @@ HEADER += ("loading, MB", "cache, MB")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Results of a file, the newest of each case; none if there is no file."""
+    """Results in a file, the newest of each case; empty if there is no file."""
     newest: dict[tuple, dict[str, Any]] = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         row = json.loads(line)
@@ -33,7 +33,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def measured(path: Path, commit: str) -> set[tuple]:
-    """Cases that a file has for a commit: model, tokens, threads, stack, cache and weights."""
+    """Cases that a file contains for a commit: model, tokens, threads, stack, cache and weights."""
     return {
         (row["model"], row["tokens"], row["threads"], row["stack"], row["cache"], row["asked"])
         for row in read(path)
@@ -72,7 +72,7 @@ def overview(
 ) -> str:
     """Returns a line for each stack with the milliseconds per token at each length.
 
-    Prompt and peak are of the longest length that all stacks were measured at; `steps_alone` leaves them out.
+    Prompt and peak are for the longest length at which all stacks were measured; `steps_alone` omits them.
     """
     mine = [row for row in rows if row["model"] == model and row["cache"] in caches and row["tokens"] in tokens]
     kinds = dict.fromkeys(map(kind, mine))
@@ -92,7 +92,7 @@ def overview(
 
 
 def filled(text: str, rows: list[dict[str, Any]]) -> str:
-    """`text` with all tables made anew."""
+    """`text` with all tables regenerated."""
 
     def made(match: re.Match) -> str:
         tokens = [int(count) for count in match[3].split(",")]
@@ -102,6 +102,6 @@ def filled(text: str, rows: list[dict[str, Any]]) -> str:
 
 
 def document(path: Path) -> None:
-    """Puts the tables of a file's results into the documents."""
+    """Inserts the tables of a file's results into the documents."""
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text(), read(path)))

@@ -1,4 +1,4 @@
-"""The worker of `cpu_stack.py` for Transformers: a model with DynamicCache or a DiffKV preset, on a CPU."""
+"""The Transformers worker of `cpu_stack.py`: a model with DynamicCache or a DiffKV preset, on a CPU."""
 
 from __future__ import annotations
 

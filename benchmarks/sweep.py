@@ -1,4 +1,4 @@
-"""Settings of the decode attention kernel against each other: blocks, warps, stages, registers, and splits of a row."""
+"""Compares settings of the decode attention kernel: blocks, warps, stages, registers, and splits of a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from measure import Session, free_memory
 from rows import RandomRows
 from torch import Tensor
 
-# tokens per step, warps, stages, registers per thread; as many warps as registers allow run on a multiprocessor
+# tokens per step, warps, stages, registers per thread; a multiprocessor runs as many warps as registers allow
 SETTINGS = (
     (32, 1, 3, 200),
     (32, 1, 3, 255),
@@ -26,7 +26,7 @@ SETTINGS = (
     (16, 1, 2, 128),
     (16, 1, 3, 168),
 )
-# of the default number of splits
+# relative to the default number of splits
 SPLIT_SHARES = (1.0, 0.5, 0.25)
 SWEPT = ("K8V4", "K4V2", "quality", "balanced", "small", "K6V5-K4V3")
 # where registers matter most, and where splits do
@@ -42,14 +42,14 @@ def sweep(
     check: Callable[[Tensor, RandomRows], float],
     limit: float,
 ) -> None:
-    """Times all settings of one precision in turns; a line each.
+    """Times all settings of one precision in turns, with one line each.
 
-    A single request is timed with several numbers of splits, several requests with several settings of the compiler.
+    A single request is timed with several numbers of splits, several requests with several compiler settings.
 
     Args:
         case: result fields of the case, with its context and window.
         query: [batch, query_heads, dim].
-        check: relative error of an output; above `limit` nothing is timed.
+        check: relative error of an output; above `limit`, nothing is timed.
     """
     from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch, backend_of
 
@@ -78,7 +78,7 @@ def sweep(
             error = check(call(), rows)
             if error > limit:
                 raise RuntimeError(f"relative error {error:.2g} against float32, nothing timed")
-        except Exception as failure:  # a compiler refuses settings in many ways
+        except Exception as failure:  # a compiler rejects settings in many ways
             session.failed(case | setting, failure)
             continue
         calls.append(call)
@@ -95,7 +95,7 @@ def sweep(
 
 
 def _with(config: object, block: int, num_warps: int, num_stages: int, registers: int) -> object:
-    """Returns `config` with other settings of the compiler."""
+    """Returns `config` with other compiler settings."""
     options = tuple(option for option in config.options if option[0] != "maxnreg")
     changes = {"block": block, "num_warps": num_warps, "num_stages": num_stages}
     return dataclasses.replace(config, **changes, options=(*options, ("maxnreg", registers)))

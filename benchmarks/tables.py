@@ -1,7 +1,6 @@
-"""Tables in Markdown, which targets are met, and plots as PNG, all from the JSON lines of the GPU benchmarks alone:
-`python benchmarks/tables.py`.
+"""Markdown tables, targets met and PNG plots, from the JSON lines of the GPU benchmarks: `python benchmarks/tables.py`.
 
-Of repeated measurements of one case on one device the newest counts.
+If a case was measured repeatedly on one device, the newest result counts.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from lengths import length_lines
 from plots import PLOTS
 
 FOLDER = Path(__file__).parent / "results"
-# what makes a case; of two results of one case the newer counts
+# the keys that identify a case; of two results of one case, the newer counts
 KEYS = ("device", "kind", "model", "dtype", "name", "cache", "batch", "context", "new_tokens", "layers")
 KEYS += ("cache_bytes_allowed", "block", "num_warps", "num_stages", "maxnreg", "splits")
 
 
 def read(path: Path) -> list[dict]:
-    """Results of one file, the newest of each case, those that could not be measured included."""
+    """Results in one file, the newest of each case, including those that could not be measured."""
     newest: dict[tuple, dict] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -42,7 +41,7 @@ def measured(rows: list[dict]) -> list[dict]:
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A table; None becomes an empty cell, floats keep three digits or all before the point."""
+    """A table; None becomes an empty cell, and floats keep three digits or the whole integer part."""
 
     def cell(value: object) -> str:
         if isinstance(value, float):
@@ -54,7 +53,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def attention(rows: list[dict]) -> str:
-    """One line per case: what each precision reaches, against the fastest dense way; then kernel settings."""
+    """One line per case: results of each precision, against the fastest dense attention; then kernel settings."""
     swept = [row for row in rows if row["kind"] == "sweep"]
     if swept:
         header = (
@@ -142,7 +141,7 @@ def latents(rows: list[dict]) -> str:
 
 
 def decode(rows: list[dict]) -> str:
-    """Time per token by length, its line, and tokens per second within a memory budget."""
+    """Time per token by length, the fitted line, and tokens per second within a memory budget."""
     lengths = sorted((r for r in rows if r["kind"] == "length"), key=lambda r: (r["context"], r["cache"]))
     header = ("context", "cache", "ms per token", "mean ms", "attention, of kernels", "compaction us", "of a step")
     header += ("merging and scores, of a step", "bytes of dense", "warnings")
@@ -196,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def print_rest(rows: list[dict]) -> None:
-    """Prints the cases that were not measured, those of one reason in one line."""
+    """Prints the cases that were not measured, on one line for each reason."""
     reasons: dict[tuple, list[dict]] = {}
     for row in rows:
         alike = (row["kind"], row.get("model"), row.get("name"), row.get("cache"), row.get("left_out") or row["failed"])
@@ -208,7 +207,7 @@ def print_rest(rows: list[dict]) -> None:
 
 
 def print_results(name: str, device: str, rows: list[dict], plots: Path | None) -> None:
-    """One benchmark's table, what it left out, and its plot."""
+    """Prints one benchmark's table, what it left out, and its plot."""
     good = measured(rows)
     if good:
         about = ", ".join(f"{key} {good[-1][key]}" for key in ("driver", "torch", "triton", "transformers"))

@@ -1,4 +1,4 @@
-"""Targets for an NVIDIA H200, and whether the results reach them."""
+"""Targets for an NVIDIA H200, and whether the results meet them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lengths import length_lines
 
 STATIC = "StaticCache, compiled"
 HEADER = ("target", "aim", "worst measured", "where", "best measured", "cases", "met")
-# precision: share of the memory's peak, speed-up over the best dense attention in bf16
+# precision: share of peak memory bandwidth, speed-up over the best dense attention in bf16
 ATTENTION = {"K8V8": (0.7, 1.7), "K8V4": (0.65, 2.0), "K4V2": (0.55, 3.0)}
-# caches of a whole model that the aims are stated for: the default, and the paper's two levels
+# whole-model caches for which the targets are stated: the default, and the paper's two levels
 CACHES = ("DiffKV balanced", "DiffKV paper")
 
 
@@ -30,7 +30,7 @@ class Target:
     figures: list[tuple[float, str]] = field(default_factory=list)
 
     def line(self) -> tuple[object, ...]:
-        """Returns the cells of a table's line with `HEADER`."""
+        """Returns the cells of a table row with `HEADER`."""
         aim = f"{'at least' if self.at_least else 'at most'} {self.limit:g}"
         if not self.figures:
             return (self.what, aim, None, None, None, 0, "not measured")
@@ -41,7 +41,7 @@ class Target:
 
 
 def lines(found: dict[str, list[dict]]) -> list[tuple[object, ...]]:
-    """A line for every target, from the results of each benchmark of one device."""
+    """One line per target, from the results of each benchmark of one device."""
     rows = {name: [r for r in mine if "failed" not in r and "left_out" not in r] for name, mine in found.items()}
     made = attention(rows.get("attention_gpu", [])) + decode(rows.get("decode_gpu", []))
     made += prompt(rows.get("prompt_gpu", [])) + first_token(rows.get("ttft_gpu", []))
@@ -88,13 +88,13 @@ def _over(others: dict[tuple, float]) -> Callable[[dict], float | None]:
 
 
 def finish_share(row: dict) -> float | None:
-    """Returns the second kernel's share of attention time, or None if the kernels were not timed one by one."""
+    """Returns the second kernel's share of attention time, or None if the kernels were not timed separately."""
     parts = [row.get(f"{part}_us") for part in ("attend", "finish")]
     return None if None in parts or not sum(parts) else parts[1] / sum(parts)
 
 
 def decode(rows: list[dict]) -> list[Target]:
-    """Whole steps of a model of 8B parameters; steps that ran otherwise than asked do not count."""
+    """Whole steps of an 8B-parameter model; steps that did not run as requested do not count."""
     rows = [r for r in rows if not r.get("warnings")]
     captured = [r for r in rows if "not captured" not in r["cache"]]
     made = [
@@ -116,7 +116,7 @@ def decode(rows: list[dict]) -> list[Target]:
     ahead = {name: others for name, _, others in length_lines(lengths)}
     for name in CACHES:
         found = ahead.get(name, {})
-        # None: it never becomes the faster one
+        # None: it never becomes faster
         points = [(math.inf if found[STATIC] is None else found[STATIC], name)] if STATIC in found else []
         made.append(Target(f"{name}: tokens from which on a step is faster than StaticCache's", 2048, False, points))
     return made + budget([r for r in rows if r["kind"] == "budget"])
@@ -158,7 +158,7 @@ def first_token(rows: list[dict]) -> list[Target]:
 
 
 def prompt(rows: list[dict]) -> list[Target]:
-    """Prompt attention with what each token receives, over flash attention alone."""
+    """Prompt attention with the attention that each token receives, over flash attention alone."""
     long = [r for r in rows if r["kind"] == "significance" and r["context"] >= 8192]
     every, some = ([r for r in long if (r["name"] == "all queries") == all_of_them] for all_of_them in (True, False))
     return [

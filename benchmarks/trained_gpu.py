@@ -1,7 +1,7 @@
-"""Loss of each preset with a trained model on a GPU, which must be what it is on the CPU.
+"""Loss of each preset with a trained model on a GPU, which must match the loss on the CPU.
 
 The text is this checkout's documentation. Each cache reads a prompt, then more tokens at once, then some one by one;
-what follows is compared with DynamicCache's logits. Run it with `--device cpu` as well: both lines stand in one file.
+its logits are compared with DynamicCache's. Run it with `--device cpu` as well; both write to one file.
 
     python benchmarks/trained_gpu.py --model build/models/smollm2 [--device cpu]
 """
@@ -42,7 +42,7 @@ def documents(tokenizer: Any, count: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def read(model: PreTrainedModel, cache: Cache, ids: Tensor, attention: str) -> tuple[Tensor, Tensor]:
-    """Returns logits of `MORE` tokens read at once and of `STEPS` read one by one, [tokens, vocabulary]."""
+    """Returns logits of `MORE` tokens read at once and of `STEPS` tokens read one by one, [tokens, vocabulary]."""
     model.set_attn_implementation(attention)
     prompt, more, steps = ids[None].split([LENGTH, MORE, STEPS], dim=1)
     model(prompt, **passing(cache), logits_to_keep=1)
@@ -58,7 +58,7 @@ def mean_kl(exact: Tensor, logits: Tensor) -> float:
 
 
 def measure(session: Session, model: PreTrainedModel, name: str, texts: Tensor) -> None:
-    """Adds a row for each preset, and one for the dense cache with another attention, which is rounding alone."""
+    """Adds a row for each preset, and one for the dense cache with another attention, which shows rounding alone."""
     makers: dict[str, Callable[[], Cache]] = {
         "DynamicCache, eager": lambda: DynamicCache(config=model.config),
         **{f"DiffKV {preset}": lambda c=config: DiffKVCache(model, c) for preset, config in PRESETS.items()},

@@ -1,7 +1,7 @@
-"""Time from a prompt to its first token with a random-weight model of the shape of Llama-3-8B, batch 1.
+"""Time from a prompt to its first token with a random-weight model in Llama-3-8B's shape, batch 1.
 
-Dense caches with each attention that is there, and DiffKV: the host's clock from the call of the model until the
-token's number is on the host, in turns. That is what a user waits: attention, compression, launches, host reads.
+Dense caches with each available attention, and DiffKV, are timed in turns by the host's clock, from the call of the
+model until the token id is on the host. This is what a user waits for: attention, compression, launches and host reads.
 
     python benchmarks/ttft_gpu.py [--contexts 1024 8192 32768] [--caches balanced paper]
 """
@@ -24,14 +24,14 @@ from hf_diffkv import DiffKVCache
 from hf_diffkv.compat import passing
 
 CONTEXTS = (8192, 1024, 32768)
-# by the names of Transformers; the last two need packages of their own
+# Transformers' names; the last two need separate packages
 DENSE = ("sdpa, flash", "sdpa, cudnn", "flash_attention_2", "flash_attention_3")
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
 CACHES = ("DiffKV balanced", "DiffKV quality", "DiffKV small", "DiffKV paper")
 
 
 def dense_call(model: PreTrainedModel, attention: str, tokens: Tensor) -> Callable[[], int]:
-    """A prompt with a DynamicCache and an attention of `DENSE`."""
+    """Runs a prompt with a DynamicCache and an attention of `DENSE`."""
     implementation, _, backend = attention.partition(", ")
 
     def call() -> int:
@@ -46,7 +46,7 @@ def dense_call(model: PreTrainedModel, attention: str, tokens: Tensor) -> Callab
 
 
 def diffkv_call(model: PreTrainedModel, name: str, tokens: Tensor) -> Callable[[], int]:
-    """A prompt with one of `DIFFKV`."""
+    """Runs a prompt with one of `DIFFKV`."""
 
     def call() -> int:
         model.set_attn_implementation(attention_of(name))
@@ -61,7 +61,7 @@ def first_token(model: PreTrainedModel, tokens: Tensor, cache: DynamicCache | Di
 
 
 def measure(session: Session, model: PreTrainedModel, context: int, args: argparse.Namespace) -> None:
-    """All ways at one length, in turns after two calls of each, in which kernels are compiled."""
+    """Times all variants at one length, in turns, after two calls of each to compile kernels."""
     tokens = torch.randint(0, model.config.vocab_size, (1, context), device=session.device)
     case = {"kind": "first token", "context": context, "batch": 1}
     calls = {f"DynamicCache, {name}": dense_call(model, name, tokens) for name in args.dense}
@@ -98,7 +98,7 @@ def measure(session: Session, model: PreTrainedModel, context: int, args: argpar
 
 
 def kernels(session: Session, call: Callable[[], int], layers: int) -> dict:
-    """Counts the kernels of one call per layer and the microseconds that they ran."""
+    """Counts the kernels of one call per layer and their microseconds."""
     launches, us = session.kernel_count(call)
     return {} if launches == 0 else {"kernels_us": round(us, 1), "kernels_per_layer": round(launches / layers, 1)}
 

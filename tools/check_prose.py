@@ -1,12 +1,12 @@
-"""Finds docstrings and argument entries that begin with words which hide the noun.
+"""Finds docstrings and argument entries that begin with words that hide the noun.
 
 A docstring begins with its noun or with a verb in the third person. So does each entry under `Args:`, `Attributes:`,
 `Returns:` and the like. For example
 
     .venv/bin/python tools/check_prose.py tools benchmarks
 
-prints `file:line: name: the words` for each that begins with one of `REFUSED`, and then each entry of `ALLOWED` within
-these folders that matches none. The exit code is 1 if there is any.
+prints `file:line: name: the words` for each text that begins with one of `REFUSED`, then each unused entry of `ALLOWED`
+for these folders. The exit code is 1 if it printed anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REFUSED = ("Of", "Those", "The same", "As", "Has", "What is", "That which")
 
-# (file, name) as they are printed
+# (file, name) as printed
 ALLOWED: frozenset[tuple[str, str]] = frozenset()
 MOST_ALLOWED = 20
 
@@ -39,8 +39,8 @@ class Text:
     """A docstring, or one entry of it.
 
     Attributes:
-        name: dotted name of the documented object within its file, `module` for the file itself; for an entry followed
-            by a colon and the entry's name or section.
+        name: dotted name of the documented object within its file, `module` for the file itself; an entry adds a colon
+            and its own name or section.
         line: number of the line in the file.
         words: first line of the text.
     """
@@ -51,7 +51,7 @@ class Text:
 
     @property
     def refused(self) -> str | None:
-        """Words of `REFUSED` that the text begins with, or None. An entry may begin with a small letter."""
+        """Entry of `REFUSED` that the text begins with, or None. An entry of a docstring may begin in lower case."""
         words = self.words[:1].upper() + self.words[1:] if ":" in self.name else self.words
         return next((start for start in REFUSED if re.match(rf"{start}\b", words)), None)
 
@@ -102,7 +102,7 @@ def _split(name: str, lines: list[str], first: int) -> Iterator[Text]:
 
 
 def check(files: Iterable[Path], root: Path, allowed: Collection[tuple[str, str]]) -> Iterator[str]:
-    """Yields a line for each text that is refused, and for each allowance of these files that matches none."""
+    """Yields a line for each refused text and for each unused allowance of these files."""
     used: set[tuple[str, str]] = set()
     seen: set[str] = set()
     for path in files:
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(ALLOWED) > MOST_ALLOWED:
         parser.error(f"{len(ALLOWED)} cases are allowed, more than {MOST_ALLOWED}; reword some")
     files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
-    # packages are built in place
+    # packages are built in place, so skip their build folders
     files = sorted(file for file in files if "build" not in file.relative_to(ROOT).parts)
     found = list(check(files, ROOT, ALLOWED))
     print(*found, sep="\n", end="\n" if found else "")

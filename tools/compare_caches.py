@@ -1,12 +1,12 @@
-"""Whether two versions of the library make the same caches, byte for byte.
+"""Checks whether two versions of the library produce the same caches, byte for byte.
 
     PYTHONPATH=OLD python tools/compare_caches.py write FOLDER
     PYTHONPATH=NEW python tools/compare_caches.py compare FOLDER
 
-`write` generates with tiny random models, and with SmolLM2 where it was fetched, under many configurations, backends
-and ways to use a cache, and keeps of each the saved cache, the ids and logits, and what the public API says of every
-stored token. `compare` does all of it again and names what differs. Both need one machine and the same PyTorch, Triton
-and Transformers: models are computed in floating point. `--only` chooses cases by a part of their name.
+`write` generates with tiny random models, and with SmolLM2 if it was fetched, under many configurations, backends and
+uses of a cache. For each it keeps the saved cache, the ids and logits, and what the public API reports about every
+stored token. `compare` repeats this and names what differs. Both need the same machine, PyTorch, Triton and
+Transformers, since models compute in floating point. `--only` selects cases by part of their name.
 
 `samples` writes a few small caches with the tokens they hold, for tests/data/saved_caches.
 """
@@ -28,7 +28,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-# chosen when Triton is first imported
+# read when Triton is first imported
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
@@ -64,13 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 SMOLLM2 = Path(__file__).parents[1] / "build/models/smollm2"
-# of the experiments of the paper: two levels, and tokens that are pruned
+# from the paper's experiments: two levels, and pruned tokens
 PAPER = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 16}
 
 
 @functools.cache
 def model_of(name: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """A random model whose attention is far from uniform; `options` of its configuration."""
+    """A random model whose attention is far from uniform; `options` go to its configuration."""
     if name == "smollm2":
         return AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=dtype, attn_implementation="diffkv").eval()
     config = CONFIG_MAPPING[name](**{**COMMON, **MODELS[name], **options})
@@ -89,7 +89,7 @@ def model_of(name: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
 
 
 def ids_of(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Left-padded random ids and their mask, int64 [len(lengths), max(lengths)] each."""
+    """Left-padded random ids and their mask, each int64 [len(lengths), max(lengths)]."""
     longest = max(lengths)
     ids = torch.randint(3, VOCABULARY, (len(lengths), longest), generator=torch.Generator().manual_seed(seed))
     mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
@@ -97,7 +97,7 @@ def ids_of(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Talk:
-    """A model, a cache, and the ids and mask of what the cache was given; `found` collects ids and logits."""
+    """A model, a cache, and the ids and mask given to the cache; `found` collects ids and logits."""
 
     def __init__(self, model: PreTrainedModel, kv_cache: DiffKVCache, lengths: tuple[int, ...]) -> None:
         self.model, self.cache = model, kv_cache
@@ -120,12 +120,12 @@ class Talk:
         self.ids, self.mask = output.sequences, torch.nn.functional.pad(self.mask, (0, grown), value=1)
 
     def say(self, lengths: tuple[int, ...], seed: int) -> None:
-        """Adds the next turn's tokens, padded where they are shorter."""
+        """Adds the next turn's tokens, left-padded to the longest."""
         ids, mask = ids_of(lengths, seed)
         self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
 
     def other(self, kv_cache: DiffKVCache) -> Talk:
-        """Returns a copy of the talk so far that goes on with `kv_cache`."""
+        """Returns a copy of the conversation so far that continues with `kv_cache`."""
         twin = copy.copy(self)
         twin.cache = kv_cache
         return twin
@@ -198,7 +198,7 @@ def loaded(talk: Talk, new: int) -> None:
 
 
 def served(talk: Talk, new: int) -> None:
-    """Continuous batching, where the cache of this talk stays empty."""
+    """Continuous batching, during which this conversation's own cache stays empty."""
     prompts = [ids_of((length,), length)[0][0].tolist() for length in (5, 90, 40, 1, 64)]
     fields = {**talk.cache.config.to_dict(), "max_bytes": 64 << 20}
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
@@ -209,7 +209,7 @@ def served(talk: Talk, new: int) -> None:
 
 
 RAGGED = (70, 40, 9)
-# bytes that a cache fills, in float32 and bfloat16
+# bytes that fill a cache, in float32 and bfloat16
 BUDGETS = {
     once: (40_000, 30_000),
     turns: (100_000, 60_000),
@@ -233,7 +233,7 @@ class Case:
     backend: str | None = None
 
     def run(self, folder: Path) -> dict[str, Any]:
-        """Makes the cache, saves it into `folder`, and returns digests of all that was seen."""
+        """Builds the cache, saves it into `folder`, and returns digests of everything observed."""
         torch.manual_seed(0)
         model = model_of(self.model, self.dtype)
         talk = Talk(model, DiffKVCache(model.config, self.config()), self.lengths)
@@ -253,7 +253,7 @@ class Case:
 
 
 def _contents(kv_cache: DiffKVCache) -> dict[str, str]:
-    """Digests of what the public API says of every stored token."""
+    """Digests of what the public API reports about every stored token."""
     seen = {"tokens": str(kv_cache.memory().tokens)}
     for layer_idx in kv_cache.compressed_layers():
         keys, values, stored = kv_cache.dequantize(layer_idx)
@@ -271,7 +271,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def configurations() -> dict[str, Callable[[], DiffKVConfig]]:
-    """Returns a factory for each configuration by name, so that one is made when its case runs."""
+    """Returns a factory for each configuration by name, so that it is built only when its case runs."""
     paper, preset = DiffKVConfig.paper, DiffKVConfig.preset
     made: dict[str, Callable[[], DiffKVConfig]] = {
         "default": lambda: DiffKVConfig(alpha_high=1.0),
@@ -375,7 +375,7 @@ def write_samples(folder: Path) -> None:
 
 
 def _stored_tokens(kv_cache: DiffKVCache) -> dict[str, Tensor]:
-    """Returns, by layer, the levels of all tokens, and the keys, values and significance of the stored ones."""
+    """Returns, by layer, the levels of all tokens and the keys, values and significance of the stored ones."""
     found: dict[str, Tensor] = {}
     for layer_idx in kv_cache.compressed_layers():
         keys, values, stored = kv_cache.dequantize(layer_idx)
@@ -404,7 +404,7 @@ def main() -> None:
 
 
 def _done(case: Case, command: str, folder: Path) -> bool:
-    """Whether the case failed, or differs from what was written."""
+    """Returns whether the case failed or differs from what was written."""
     start = time.perf_counter()
     known = folder / case.name.replace("/", "-")
     with tempfile.TemporaryDirectory() as temporary:

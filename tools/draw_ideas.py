@@ -1,4 +1,4 @@
-"""The drawings of docs/how-it-works.md, as SVG in the palette of all pictures: `python tools/draw_ideas.py`."""
+"""Draws the figures of docs/how-it-works.md as SVG, in the palette of all figures: `python tools/draw_ideas.py`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ DRAWINGS: dict[str, Callable[[], tuple[int, str]]] = {
 
 
 def svg(name: str) -> str:
-    """A drawing on white, so that it reads the same in a light and in a dark page."""
+    """A drawing on a white background, so that it looks the same on light and dark pages."""
     draw = DRAWINGS[name]
     height, inner = draw()
     head = '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'

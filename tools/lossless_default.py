@@ -1,7 +1,7 @@
-"""A pytest plugin: whatever cache `generate()` would make is a lossless `DiffKVCache`.
+"""A pytest plugin that replaces whatever cache `generate()` would make with a lossless `DiffKVCache`.
 
-It writes what every test did, and how many forwards went through a `DiffKVCache`, to the file `HF_DIFFKV_RESULTS`.
-With `HF_DIFFKV_BASELINE=1` it only writes, and changes nothing.
+It writes the outcome of every test, and the number of forwards through a `DiffKVCache`, to the file
+`HF_DIFFKV_RESULTS`. With `HF_DIFFKV_BASELINE=1` it only writes and replaces nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_diffkv.compat import passed
 
 LOSSLESS = DiffKVConfig.lossless(window=4, alpha_high=1.0).to_dict()
 BASELINE = os.environ.get("HF_DIFFKV_BASELINE") == "1"
-# named here, so that a test which a crash took along is seen to be missing
+# written by name, so that a test lost in a crash is seen to be missing
 RESULTS = Path(os.environ.get("HF_DIFFKV_RESULTS", "results.jsonl"))
 
 _attended = 0

@@ -1,9 +1,9 @@
-"""Writes a constraints file that pins what the package needs to the lowest versions it declares.
+"""Writes a constraints file that pins the package's dependencies to the lowest versions it declares.
 
     python tools/lowest_versions.py build/lowest.txt
     pip install --constraint build/lowest.txt ...
 
-PyTorch is left out: its wheels are too large to be installed a second time.
+PyTorch is left out because its wheels are too large to install a second time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 LEFT_OUT = ("torch",)
-# a name, and the bound that comes first
+# a name and the bound that follows it
 REQUIREMENT = re.compile(r"([\w-]+)\s*>=\s*([\w.]+)")
 
 
 def lowest_versions(requirements: list[str]) -> dict[str, str]:
-    """The lower bound of each requirement, by name, without those that are left out.
+    """Lower bound of each requirement by name, except for those left out.
 
     Raises:
-        ValueError: a requirement without a lower bound, or whose bound does not come first.
+        ValueError: a requirement has no lower bound, or the bound does not come first.
     """
     found = {}
     for requirement in requirements:
@@ -36,7 +36,7 @@ def lowest_versions(requirements: list[str]) -> dict[str, str]:
 
 
 def dependencies(project: Path = PROJECT) -> list[str]:
-    """Returns the requirements of `[project]`, and those of its kernels."""
+    """Returns the requirements of `[project]` and of its kernels."""
     try:
         import tomllib
     except ModuleNotFoundError:
@@ -47,7 +47,7 @@ def dependencies(project: Path = PROJECT) -> list[str]:
 
 
 def main() -> int:
-    """Writes the file."""
+    """Writes the constraints file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="where the constraints go")
     path = parser.parse_args().path

@@ -2,9 +2,9 @@
 
     python tools/run_transformers_tests.py CHECKOUT [--models llama mistral] [--output conformance.json]
 
-CHECKOUT is a clone of huggingface/transformers; best is the tag of the installed version. Each model's test file runs
-twice, first as it is and then with `lossless_default.py`, so that a test which fails anyway is told from one that fails
-because of the cache. Needs what those tests need (parameterized, httpx), no network and no GPU.
+CHECKOUT is a clone of huggingface/transformers, ideally at the tag of the installed version. Each model's test file
+runs twice, first unchanged and then with `lossless_default.py`, to tell tests that fail anyway from those that the
+cache breaks. This needs the dependencies of those tests (parameterized, httpx) but no network or GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def run(checkout: Path, model: str, baseline: bool, timeout: int, select: str) -> dict[str, dict]:
-    """Results by test of one model's test file: outcome, reason, and attended (forwards through DiffKV layers).
+    """Runs one model's test file. Results by test: outcome, reason, and attended (forwards through DiffKV layers).
 
     Raises:
         FileNotFoundError: the checkout has no tests of this model.
@@ -43,7 +43,7 @@ def run(checkout: Path, model: str, baseline: bool, timeout: int, select: str) -
                 [str(FOLDER), str(FOLDER.parent), str(checkout), os.environ.get("PYTHONPATH", "")]
             ),
         }
-        # the checkout's own conftest and options belong to its continuous integration
+        # the checkout's own conftest and options are meant for its continuous integration
         options = ["--noconftest", "-c", os.devnull, "--rootdir", str(checkout), "-p", "no:cacheprovider"]
         options += ["-p", "lossless_default", "-q", "--tb=line", "-W", "ignore"] + (["-k", select] if select else [])
         command = [sys.executable, "-m", "pytest", *options, str(path)]
@@ -62,7 +62,7 @@ def run(checkout: Path, model: str, baseline: bool, timeout: int, select: str) -
 
 
 def compare(before: dict[str, dict], after: dict[str, dict]) -> dict[str, list[str]]:
-    """Sorts tests by what the cache did to them; every test of either run is in exactly one list."""
+    """Sorts tests by what the cache did to them; every test of either run ends up in exactly one list."""
     sorted_tests: dict[str, list[str]] = {
         name: [] for name in ("passed", "passed without a cache", "failed", "mended", "failed anyway", "skipped")
     }

@@ -1,9 +1,9 @@
-"""Sets up the virtual environment of `make`, and says what it does, how long that takes and how much it downloads.
+"""Sets up the virtual environment for `make`, and reports what it does, how long it takes and how much it downloads.
 
     python3 tools/set_up.py .venv demo     # what `make demo` needs
     python3 tools/set_up.py .venv all      # the rest, for the tests and everything else
 
-It runs on the standard library alone. The native code is compiled while PyTorch is downloaded and unpacked.
+It needs only the standard library. The native code is compiled while PyTorch is downloaded and unpacked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# what is installed, and what for; the library is there then, what it requires is not
+# what is installed, and why; the library itself is then in place, but not its requirements
 STAGES = {
     "demo": (("hf-diffkv[plot]", "gguf"), "what the library and the demo need"),
     "page": (("-e", "packages/demo"), "the page in the browser and what it needs"),
@@ -30,12 +30,12 @@ STAGES = {
     ),
     "ray": (("-e", "packages/serving[ray]"), "what the tests on many machines need"),
 }
-# oldest Python of a stage: what `all` installs needs a Transformers that left 3.10 behind
+# oldest Python for a stage; `all` needs a Transformers that no longer supports 3.10
 OLDEST = {"demo": (3, 10), "page": (3, 10), "all": (3, 11), "ray": (3, 11)}
 VERSION = re.compile(r"^version(?:_info)? = (\d+)\.(\d+)", re.MULTILINE)
-# seconds without a word after which a step says that it goes on
+# seconds of silence before a step reports that it is running
 SILENCE = 10
-# smaller packages are counted, not named
+# smaller packages are counted but not named
 NAMED_MB = 10
 UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1, "GB": 1e3}
 DOWNLOADED = re.compile(r"\s*Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)\)")
@@ -43,11 +43,11 @@ ON_DISK = re.compile(r"\s*Processing (?:file://)?(/.*\.whl)$")
 
 
 class SetUpError(Exception):
-    """A step that failed; the message holds what its program said."""
+    """A step that failed; the message contains the output of its program."""
 
 
 class Report:
-    """Lines that begin with the time since the start, in minutes and seconds, and come one at a time."""
+    """Lines printed one at a time, each beginning with the time since the start in minutes and seconds."""
 
     def __init__(self) -> None:
         self.began = self.said = time.monotonic()
@@ -69,7 +69,7 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sets up what the command line asks for and returns the exit code."""
+    """Sets up what the command line requests and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path, help="folder of the virtual environment")
     parser.add_argument("stage", choices=STAGES, help="how much of it; `demo` comes first")
@@ -92,7 +92,7 @@ def set_up(environment: Path, stage: str, torch: str, report: Report) -> None:
     """Runs the steps of a stage.
 
     Raises:
-        SetUpError: one failed.
+        SetUpError: a step failed.
     """
     python = environment / "bin" / "python"
     requirements, purpose = STAGES[stage]
@@ -114,7 +114,7 @@ def set_up(environment: Path, stage: str, torch: str, report: Report) -> None:
 
 
 def check_python(environment: Path, stage: str) -> None:
-    """Raises `SetUpError` if a stage needs a newer Python than the environment has, or would be made with."""
+    """Raises `SetUpError` if a stage needs a newer Python than the environment has or would be created with."""
     settings = environment / "pyvenv.cfg"
     made = VERSION.search(settings.read_text()) if settings.is_file() else None
     version = tuple(map(int, made.groups())) if made else sys.version_info[:2]
@@ -130,10 +130,10 @@ def pip(python: Path, *requirements: str) -> list[str]:
 
 
 def run(title: str, command: Sequence[str], report: Report) -> None:
-    """Runs a step to its end and says how it goes: large downloads, and every few seconds that it goes on.
+    """Runs a command to its end and reports progress: large downloads, and that it is still running every few seconds.
 
     Raises:
-        SetUpError: it ended with another exit code than 0.
+        SetUpError: its exit code was not 0.
     """
     report.say(title)
     began = time.monotonic()
@@ -149,10 +149,10 @@ def run(title: str, command: Sequence[str], report: Report) -> None:
 
 
 def follow(command: Sequence[str], report: Report) -> float:
-    """Runs a command, says of pip's lines what matters, and returns how many MB it took.
+    """Runs a command, reports the relevant lines of pip's output, and returns how many MB it downloaded.
 
     Raises:
-        SetUpError: it ended with another exit code than 0; with its last lines.
+        SetUpError: its exit code was not 0; with its last lines.
     """
     program = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
@@ -173,7 +173,7 @@ def follow(command: Sequence[str], report: Report) -> float:
 
 
 def size_of(line: str) -> tuple[str, float]:
-    """The wheel that a line of pip's is about and its size in MB; of no size if it is about something else."""
+    """The wheel that a line of pip's output names and its size in MB, or no size for other lines."""
     if found := DOWNLOADED.match(line):
         return found[1].split("/")[-1], float(found[2]) * UNITS[found[3]]
     if (found := ON_DISK.match(line.rstrip())) and (path := Path(found[1])).is_file():
@@ -188,7 +188,7 @@ def _go_on(report: Report, title: str, began: float, over: threading.Event) -> N
 
 
 class Beside(threading.Thread):
-    """A step that runs beside others."""
+    """A step that runs in parallel with others."""
 
     def __init__(self, title: str, command: Sequence[str], report: Report) -> None:
         super().__init__(daemon=True)
@@ -206,7 +206,7 @@ class Beside(threading.Thread):
             self.error = error
 
     def wait(self) -> None:
-        """Raises its `SetUpError`, if there was one."""
+        """Waits for the step and raises its `SetUpError`, if there was one."""
         while self.is_alive():
             self.join(SILENCE)
             if self.is_alive():

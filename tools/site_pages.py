@@ -1,7 +1,7 @@
-"""A hook of MkDocs: pages of the site that stand at the root of the repository, and links that lead out of docs/.
+"""A MkDocs hook: pages of the site that are at the root of the repository, and links that lead out of docs/.
 
-Documents link as a code host shows them. In the site a link to another page leads there; one to a file that is no page
-becomes its words.
+Links in documents are written for a code host. On the site, a link to another page leads there, and a link to a file
+that is not a page is reduced to its text.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
 
 
 def linked(markdown: str, folder: str, shown_in: str = "docs") -> str:
-    """`markdown`, which stands in `folder` of the repository, with its links as its page in `shown_in` has them."""
+    """Returns `markdown`, located in `folder` of the repository, with its links adjusted for its page in `shown_in`."""
 
     def one(match: re.Match) -> str:
         image, words, target, anchor = match.groups(default="")
-        # a document that is called by its file's name
+        # a link text that is the document's file name
         words = words.removeprefix("docs/").removesuffix(".md") if words.endswith(".md") else words
         if re.match(r"\w+:", target):
             return match[0]

@@ -1,7 +1,7 @@
-"""Measures on a model what the paper's differentiated compression is based on (DiffKV, figures 2, 4 and 5).
+"""Measures, on a model, what the paper's differentiated compression is based on (DiffKV, figures 2, 4 and 5).
 
-Results are, for every layer and KV head, the spread of significance over the tokens, the spread of value norms, and the
-share of tokens that holds most of the significance. Significance is the mean attention that a token receives from later
+Results, per layer and KV head, are the spread of significance over the tokens, the spread of value norms, and the share
+of tokens that hold most of the significance. Significance is the mean attention that a token receives from later
 queries, maximised over the query heads of the group.
 
     python benchmarks/quality/attention.py --model smollm2 --output benchmarks/results/quality/attention
@@ -29,11 +29,11 @@ from hf_diffkv.plot.palette import GROUPS
 from hf_diffkv.running.models import resolve_model
 
 TASKS = ("text", "dictionary", "key-value", "passage")
-# of a head's significance, that its critical tokens hold together
+# share of a head's significance that its critical tokens hold together
 COVERED = 0.95
-# newest tokens, which few queries have judged
+# newest tokens, which few queries have attended to
 UNJUDGED = 64
-# of a picture, in inches
+# size of a figure, in inches
 WIDTH, HEIGHT = 7.5, 3.8
 
 
@@ -82,20 +82,20 @@ def measure(model: Any, ids: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def mean_received(attention: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """float32 [num_heads, tokens] from attention probabilities [query_heads, tokens, tokens]."""
+    """Mean received attention float32 [num_heads, tokens] from probabilities [query_heads, tokens, tokens]."""
     tokens = attention.shape[-1]
     later = attention.tril(-1).sum(1) / (tokens - 1 - torch.arange(tokens)).clamp(min=1)
     return later.unflatten(0, (num_heads, -1)).amax(1)
 
 
 def critical_share(received: np.ndarray) -> float:
-    """The smallest share of the tokens that holds `COVERED` of what all received."""
+    """Smallest share of the tokens that together hold `COVERED` of the attention received."""
     ordered = np.sort(received)[::-1].cumsum()
     return float((np.searchsorted(ordered, COVERED * ordered[-1]) + 1) / len(received))
 
 
 def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, logarithmic: bool = False) -> Picture:
-    """Plots one value per head over its layer.
+    """Plots one value per head against its layer.
 
     Args:
         groups: (layer, value) of each head, by the name of the measured quantity.
@@ -119,7 +119,7 @@ def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, log
 
 
 def plot_spread(lines: list[dict[str, Any]], path: Path) -> None:
-    """Ratio of the 95th to the 5th percentile within each head, by layer: significance against value norms."""
+    """Ratio of the 95th to the 5th percentile within each head, by layer: significance compared with value norms."""
     groups = {
         title: [(line["layer"], line[name][4] / max(line[name][0], 1e-12)) for line in lines]
         for name, title in (("significance", "significance"), ("value_norm", "value norm"))
@@ -128,7 +128,7 @@ def plot_spread(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def plot_critical(lines: list[dict[str, Any]], path: Path) -> None:
-    """Share of critical tokens of every head by layer, a colour for each prompt."""
+    """Share of critical tokens in every head by layer, with one colour per prompt."""
     groups = {
         task: [(line["layer"], 100 * line["critical"]) for line in lines if line["task"] == task]
         for task in dict.fromkeys(line["task"] for line in lines)

@@ -1,4 +1,4 @@
-"""Generates text in a session of the evaluation, also with caches that do not count the tokens they drop."""
+"""Generates text in an evaluation session, including with caches that do not count the tokens they drop."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DEFAULT_TOP_K = 50
 
 @torch.no_grad()
 def generate(session: Session, ids: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
-    """Generates tokens after `ids`, and returns them. The last one is not run through the model.
+    """Generates tokens after `ids` and returns them. The last one is not run through the model.
 
     Args:
         session: session whose cache is used.
         ids: token ids that follow the tokens seen.
         max_new_tokens: maximum number of generated tokens.
-        options: options of Transformers' `generate()`, for example to sample; greedy by default.
+        options: options of Transformers' `generate()`, for example for sampling; greedy by default.
     """
     if getattr(session.method, "drops_tokens", False):
         return decode_by_forwards(session, ids, max_new_tokens, options)

@@ -1,13 +1,13 @@
-"""Writes the tables of README.md and the quality pages and the gallery from the committed results, and copies plots.
+"""Writes the tables of README.md, the quality pages and the gallery from the committed results, and copies plots.
 
     python benchmarks/quality/document.py
 
-A table stands between `<!-- study: NAME METRIC,... METHOD;... -->` and `<!-- end -->`, METRIC as task/metric. Several
-studies are joined by &; without methods all of them have a row. Between `<!-- levels: NAME METHOD;... -->` and
-`<!-- end -->` stands what share of a study's tokens, over all layers and heads, each level holds by task. Between
-`<!-- field: MODEL/SUITE[/LENGTH],... METHOD;... -->` and `<!-- end -->` stands what `field.py` measured: a suite of a
-model with its groups of tasks, or several with a column each. Between `<!-- long_text: FILE -->` or
-`<!-- tool_calls: FILE -->` and `<!-- end -->` stands what the script of that name wrote.
+Each table is between a marker, `<!-- MARKER -->`, and `<!-- end -->`:
+
+    study: NAME METRIC,... METHOD;...           a study; METRIC is task/metric, & joins studies, no METHOD means all
+    levels: NAME METHOD;...                     share of a study's tokens at each level by task, over layers and heads
+    field: MODEL/SUITE[/LENGTH],... METHOD;...  results of `field.py`: a suite by groups of tasks, or a column for each
+    long_text: FILE, tool_calls: FILE           output of the script of that name
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     text = "".join(path.read_text() for path in DOCUMENTS)
     PICTURES.mkdir(exist_ok=True)
     for name in re.findall(r"\((?:\.\./|docs/)?quality/([^)]+\.png)\)", text):
-        # the picture quality/peers-text-kl.png is text-kl.png of the study peers; a folder before it names the model
+        # quality/peers-text-kl.png is text-kl.png of the study peers; a folder before it names the model
         model, _, last = name.rpartition("/")
         study, _, picture = last.partition("-")
         found = next(path for path in RESULTS.glob(f"{model or '**'}/{study}/{picture}"))
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def filled(text: str) -> str:
-    """`text` with all tables made anew."""
+    """`text` with all tables regenerated."""
     for block, made in BLOCKS.items():
         text = block.sub(lambda match, made=made: match["head"] + made(match) + match["end"], text)
     return text
@@ -81,9 +81,9 @@ def records_of(study: str) -> list[Record]:
 
 
 def table(studies: list[str], metrics: list[str], methods: list[str] | None = None) -> str:
-    """Markdown: a row for each method by real bytes, the metrics with their 95 % intervals."""
+    """Markdown table with a row for each method by real bytes, and the metrics with their 95 % intervals."""
     keys = [tuple(metric.split("/")) for metric in metrics]
-    # a method that several studies have counts by the first of them
+    # for a method in several studies, the first study counts
     found = [row for study in studies for row in rows_of(records_of(study))]
     rows = best_first(_first_of_each(found))
     if methods is not None:
@@ -95,7 +95,7 @@ def table(studies: list[str], metrics: list[str], methods: list[str] | None = No
 
 
 def levels_table(study: str, methods: list[str]) -> str:
-    """Markdown: a row for each method and task; shares of all tokens, prompt and answers."""
+    """Markdown table with a row for each method and task, and shares of all tokens, prompt and answers."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for record in records_of(study):
         if record.method in methods and record.error is None:
@@ -109,7 +109,7 @@ def levels_table(study: str, methods: list[str]) -> str:
 
 
 def field_table(columns: list[str], methods: list[str]) -> str:
-    """Markdown: scores on suites of the field, `MODEL/SUITE` or `MODEL/SUITE/LENGTH`; several have a column each."""
+    """Markdown table of scores on field suites, `MODEL/SUITE` or `MODEL/SUITE/LENGTH`; several have a column each."""
     found = {_field_title(*column.split("/")): _field_records(*column.split("/")) for column in columns}
     return overview(found, methods) if len(found) > 1 else summary(*found.values(), methods)
 

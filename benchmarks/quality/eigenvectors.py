@@ -1,9 +1,9 @@
 """Measures the gain from rotating keys and values by the eigenvectors of each head's moments, at equal bytes.
 
-A fixed orthogonal matrix for each layer and KV head is put around `DiffKVCache`: keys, values and queries are turned
-before it and outputs behind it, so that the model computes what it did and its reference is the same. The cache then
-centres, rotates by Hadamard and rounds as always. Moments of queries are those that ship, turned as well; keys and
-values are those of the documents that heads are calibrated on.
+A fixed orthogonal matrix for each layer and KV head is wrapped around `DiffKVCache`: keys, values and queries are
+rotated before the cache and outputs after it, so that the model's results and its reference are unchanged. The cache
+then centres, rotates by Hadamard and rounds as usual. The query moments are those shipped, also rotated; keys and
+values come from the documents used to calibrate heads.
 
     python benchmarks/quality/eigenvectors.py --documents 6 --output benchmarks/results/quality/smollm2/eigenvectors
 """
@@ -46,7 +46,7 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class Turn:
-    """Orthogonal matrices [heads, dim, dim] of each layer for keys and for values; None turns nothing."""
+    """Orthogonal matrices [heads, dim, dim] of each layer for keys and for values; None rotates nothing."""
 
     name: str
     keys: Sequence[Tensor] | None = None
@@ -54,7 +54,7 @@ class Turn:
 
 
 def eigenvectors(moments: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the eigenvectors of each moment as columns, by falling eigenvalue."""
+    """Returns the eigenvectors of each moment as columns, in order of decreasing eigenvalue."""
     return [torch.linalg.eigh(moment.double())[1].flip(-1).float() for moment in moments]
 
 
@@ -67,7 +67,7 @@ def random_matrices(moments: Sequence[Tensor], seed: int) -> list[Tensor]:
 def second_moments(model: Any, tokenizer: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Returns each layer's second moments of centred keys and of values, [heads, head_dim, head_dim].
 
-    They are means over the prompts of the calibration, without the first `SINKS` tokens.
+    They are means over the calibration prompts, without the first `SINKS` tokens.
     """
     layers = model.config.num_hidden_layers
     found: list[list[Tensor]] = [[], []]
@@ -84,7 +84,7 @@ def second_moments(model: Any, tokenizer: Any) -> tuple[list[Tensor], list[Tenso
 
 @contextmanager
 def turned(turn: Turn, moments: QueryMoments) -> Iterator[None]:
-    """Caches hold keys and values turned within the block."""
+    """Makes caches hold rotated keys and values within the block."""
     update, attend = DiffKVLayer.update, DiffKVLayer.attend
 
     def update_turned(

@@ -1,4 +1,4 @@
-"""Tasks of the field on a chat model with any cache: RULER, HumanEval, GSM8K and BFCL.
+"""Evaluates standard tasks on a chat model with any cache: RULER, HumanEval, GSM8K and BFCL.
 
     make field-data
     python benchmarks/quality/field.py ruler --model qwen2.5-coder-0.5b --length 4096 --samples 5 \\
@@ -7,13 +7,13 @@
     python benchmarks/quality/field.py gsm8k --model qwen2.5-coder-0.5b --methods dense,diffkv
     python benchmarks/quality/field.py table --model qwen2.5-coder-0.5b
 
-Each answer is a line of benchmarks/results/field/MODEL/TASK.jsonl. A run does what has no line yet: the same command
-continues one that was stopped, and further samples or methods add to it. `table` prints means and differences.
+Each answer is a line of benchmarks/results/field/MODEL/TASK.jsonl. A run only does what has no line yet, so the same
+command resumes an interrupted run, and further samples or methods add to it. `table` prints means and differences.
 
 llama.cpp's caches (`llama-cpp:q8_0`) run in the environment of `make llama-cpp`, on the file of `make models GGUF=1`.
-Another engine that runs elsewhere gets the same token ids by `prompts SUITE --output FILE`. Its answers are scored by
-`join SUITE FILE`: lines with method, task, name and digest of the case, the generated ids, seconds, and if they are
-known bytes and dense_bytes.
+For an engine that runs elsewhere, `prompts SUITE --output FILE` writes the same token ids. `join SUITE FILE` scores its
+answers: lines with method, task, name and digest of the case, the generated ids, seconds, and, if known, bytes and
+dense_bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def command() -> None:
 
 
 def case_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options that choose cases, as decorator."""
+    """Adds the options that choose cases; a decorator."""
     options = (
         model_option(required=True),
         click.option("--tasks", metavar="X,Y", help="Tasks of the suite.  [default: all]"),
@@ -70,7 +70,7 @@ def case_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def results_option(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the option for the folder of records, as decorator."""
+    """Adds the option for the folder of records; a decorator."""
     return click.option("--results", type=Path, default=RESULTS, metavar="FOLDER", help="Has a folder for each model.")(
         function
     )
@@ -167,7 +167,7 @@ def print_tables(model: str, methods: str | None, results: Path) -> None:
 def cases_of(
     suite: str, model: str, tasks: str | None, samples: int | None, length: int | None
 ) -> tuple[Any, list[Case]]:
-    """Makes the cases of a suite, and returns the model's tokenizer with them.
+    """Makes the cases of a suite, and returns them with the model's tokenizer.
 
     Raises:
         EvaluationError: the data is missing, or a prompt with its answer is longer than the model's context.

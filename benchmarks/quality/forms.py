@@ -1,8 +1,8 @@
-"""Simulates alternatives at the same bits: other transforms of keys and values, other levels, and other rounding.
+"""Simulates alternatives at equal bits: other transforms of keys and values, other levels, and other rounding.
 
 The dense cache runs a prompt. Its keys and values are then rotated, the keys centred, and all but the first 4 and the
 last 32 tokens replaced by their quantised values. The documents of the dictionary and text tasks continue from there.
-Scales and zero points are not rounded. The library's storage takes no part.
+Scales and zero points are not rounded. The library's storage is not used.
 
     python benchmarks/quality/forms.py --model smollm2 --output benchmarks/results/quality/smollm2/forms
 """
@@ -34,10 +34,10 @@ def nearest(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
 
 
 def fed_back(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
-    """Channels from the last to the first, each to the code that makes up for the errors behind it (LDLQ).
+    """Quantises channels from last to first, each with the code that compensates for the errors of later ones (LDLQ).
 
     Args:
-        x: [heads, tokens, dim]; weight: [heads, dim, dim], what an error e costs is e weight e.
+        x: [heads, tokens, dim]; weight: [heads, dim, dim], where an error e costs e weight e.
     """
     square = weight + DAMPING * weight.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(x.shape[-1])
     factor = torch.linalg.cholesky(square)
@@ -56,7 +56,7 @@ def fed_back(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
 
 
 def clipped(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
-    """Quantises each group in the range of the least squared error out of six about the middle, down to 70 %."""
+    """Quantises each group in the range, of six about the middle down to 70 %, with the least squared error."""
     parts = x.unflatten(-1, (groups, -1))
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     best, least = parts, torch.full_like(low, torch.inf)
@@ -69,7 +69,7 @@ def clipped(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
 
 
 def gaussian(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
-    """Quantises with the levels of the least squared error for normal numbers (Lloyd, Max), scaled likewise."""
+    """Quantises with the levels of least squared error for normal numbers (Lloyd, Max), scaled likewise."""
     parts = x.unflatten(-1, (groups, -1))
     levels = _gaussian_levels(bits)
     scale = parts.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-9)
@@ -95,13 +95,13 @@ def as_they_are(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def equalised(keys: Tensor, queries: Tensor) -> Tensor:
-    """Channels scaled so that errors cost least: by (queries' second moment / keys')^(1/4)."""
+    """Scales channels so that errors cost least: by (queries' second moment / keys')^(1/4)."""
     scale = (queries.square().mean(1) / keys.square().mean(1).clamp(min=1e-9)).clamp(min=1e-9) ** 0.25
     return torch.diag_embed(scale / scale.log().mean(-1, keepdim=True).exp())
 
 
 def whitened(keys: Tensor, queries: Tensor) -> Tensor:
-    """All directions of the keys as large as each other."""
+    """Makes the keys equally large in all directions."""
     moment = keys.mT @ keys / keys.shape[1]
     moment = moment + 1e-3 * moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(keys.shape[-1])
     values, vectors = torch.linalg.eigh(moment)
@@ -110,7 +110,7 @@ def whitened(keys: Tensor, queries: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """A precision, how its keys are scaled before they are rotated, and how keys and values are rounded."""
+    """A precision, how keys are scaled before their rotation, and how keys and values are rounded."""
 
     name: str
     precision: str
@@ -142,7 +142,7 @@ FORMS = (
 
 
 class Forms(Simulation):
-    """Notes the queries of a prompt."""
+    """Records the queries of a prompt."""
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
         if query.shape[2] == key.shape[2]:

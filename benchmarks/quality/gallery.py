@@ -1,9 +1,9 @@
-"""Writes docs/gallery.html: every method that was measured, from the committed results, as a table and a plot.
+"""Writes docs/gallery.html: every measured method, from the committed results, as a table and a plot.
 
     python benchmarks/quality/gallery.py
 
-Studies stand in `benchmarks/results/quality/MODEL/STUDY`, what others measured in `submitted/*.json` beside the models
-(`peers.py --submit`). The page needs no server and fetches nothing. `document.py` writes it too.
+Studies are in `benchmarks/results/quality/MODEL/STUDY`; submitted results are in `submitted/*.json`, next to the models
+(`peers.py --submit`). The page needs no server and fetches nothing. `document.py` also writes it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"
 TEMPLATE = Path(__file__).with_name("gallery.template.html")
 PAGE = ROOT / "docs" / "gallery.html"
-# of a method that several studies have, the first of these counts, then the others by name
+# for a method in several studies, the first of these counts, then the others by name
 FIRST = ("heads", "qwen", "heads_alone", "asked", "peers", "presets", "offline")
-# studies since presets have the bits that were measured for each head; before, heads had the same bits
+# studies made since presets have measured bits for each head; before, all heads had the same bits
 BY_HEAD = ("heads", "qwen", "heads_alone", "asked")
 PRESET = re.compile(r"diffkv:(quality|balanced|small)(\+adaptive_rounding=false)?")
 SUBMITTED = "submitted"
-# by the beginning of a method's name
+# by prefix of a method's name
 FAMILIES = {
     "diffkv": "hf-diffkv",
     "dense": "Transformers",
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def page(results: Path) -> str:
-    """The page of what a folder of results holds. Raises `EvaluationError` that names the field of a wrong record."""
+    """Returns the page for a folder of results. Raises `EvaluationError` that names the field of an invalid record."""
     rows = _rows(results)
     models = list(dict.fromkeys(model for model, _, _, _ in rows))
     tasks = sorted({task for _, task, _, _ in rows}, key=lambda task: (not task.startswith("dictionary"), task))
@@ -74,7 +74,7 @@ def page(results: Path) -> str:
 
 
 def _rows(results: Path) -> list[tuple[str, str, SubmissionEntry, str]]:
-    """Model, task with its settings, entry and where it comes from; the studies' first, each method once."""
+    """Model, task with its settings, entry and source; the studies' rows come first, each method once."""
     found: dict[tuple[str, str, str], tuple[str, str, SubmissionEntry, str]] = {}
     for source, submission in [*_studies(results), *_submitted(results)]:
         for entry in submission.entries:
@@ -88,7 +88,7 @@ def _rows(results: Path) -> list[tuple[str, str, SubmissionEntry, str]]:
 
 
 def _best_first(row: tuple[str, str, SubmissionEntry, str]) -> tuple[object, ...]:
-    """Models, tasks, and the methods with most right answers, or least KL, of equal ones the smallest first."""
+    """Sorts by model, task, and method: most correct answers or least KL first, and among equals the smallest."""
     model, task, entry, _ = row
     right, kl = _share_right(entry), entry.metrics.get("kl")
     lost = -right.mean if right else kl.mean if kl else 0.0

@@ -1,8 +1,8 @@
 """Measures how rounding generated keys by query moments affects recall of facts in long generations.
 
-The first tokens of a document are a prompt; all others, questions and answers of `turns` included, are fed one at a
-time, as a model writes them, so that their keys leave the window one by one. Each preset runs with the moments of the
-model's queries and without them, which rounds such keys to the nearest code. The reference is the dense cache.
+The first tokens of a document are a prompt; all others, including questions and answers of `turns`, are fed one at a
+time, as if generated, so that their keys leave the window one by one. Each preset runs with and without the moments of
+the model's queries; without them, such keys are rounded to the nearest code. The reference is the dense cache.
 
     python benchmarks/quality/generated_keys.py --model smollm2
 """
@@ -33,7 +33,7 @@ ROUNDINGS = ("nearest code", "for queries")
 
 
 class Writing(Session):
-    """Feeds all tokens behind the first `prompt` one at a time."""
+    """Feeds all tokens after the first `prompt` one at a time."""
 
     prompt = 500
 
@@ -45,7 +45,7 @@ class Writing(Session):
 
 
 def measure(model: Any, method: str, rounding: str, task: Any, document: Any, reference: Any) -> tuple[Sums, Any, Any]:
-    """One document with one cache."""
+    """Measures one document with one cache."""
     known = diffkv_cache.moments_for
     with patch.object(diffkv_cache, "moments_for", known if rounding == ROUNDINGS[1] else lambda *args: None):
         return task.measure(Writing(model, get_method(method)), document, reference)

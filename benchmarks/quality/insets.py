@@ -1,10 +1,10 @@
-"""Quantises normally distributed rows with codes that end before the range does, for the table of `pages/inset.py`.
+"""Quantises normally distributed rows with codes that end inside the range, for the table of `pages/inset.py`.
 
     python benchmarks/quality/insets.py --elements 64 128
 
-Prints for each number of bits the mean square errors over the mean square from end to end and with the best inset, what
-values shrink by, and the parts of the range of which one is left free at each end. Values are divided by the shrinkage
-first.
+For each number of bits, prints the mean square error relative to the mean square, from end to end and with the best
+inset; the factor by which values shrink; and N, where 1/N of the range is left free at each end. Values are divided by
+the shrinkage first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ELEMENTS, BITS, STEPS = 2_000_000, (2, 3, 4), 96
 
 
 def quantised(x: Tensor, bits: int, inset: float) -> Tensor:
-    """Returns rows [n, elements] with codes that end a part `inset` of the range before its ends, decoded."""
+    """Returns rows [n, elements] decoded from codes that end a fraction `inset` of the range inside its ends."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     inwards = (high - low) * inset
     step = (high - low - 2 * inwards) / (2**bits - 1)
@@ -26,7 +26,7 @@ def quantised(x: Tensor, bits: int, inset: float) -> Tensor:
 
 
 def measured(x: Tensor, bits: int, inset: float) -> tuple[float, float]:
-    """Returns the mean square error after division by the shrinkage, over the mean square, and the shrinkage."""
+    """Returns the mean square error after division by the shrinkage, relative to the mean square, and the shrinkage."""
     found = quantised(x, bits, inset)
     shrinkage = float((found * x).mean() / x.square().mean())
     return float((found / shrinkage - x).square().mean() / x.square().mean()), shrinkage

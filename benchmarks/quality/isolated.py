@@ -1,7 +1,7 @@
-"""Runs methods in an environment of their own, by a process of that environment's Python (`worker.py`, or another).
+"""Runs methods in a separate environment, in a process of that environment's Python (`worker.py`, or another).
 
-The process gets the documents as token ids, loads the model and computes its own dense reference. It writes into its
-own folder within the run's folder, so that an interrupted run can continue.
+The process receives the documents as token ids, loads the model and computes its own dense reference. It writes to its
+own subfolder of the run, so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hf_diffkv.evaluation.tasks import Document, Task
 from hf_diffkv.running.models import CHECKOUT
 
 WORKER = Path(__file__).with_name("worker.py")
-# folder of the environments of `make NAME`; a complete one has this file
+# folder of the environments of `make NAME`; a complete environment contains this file
 ENVIRONMENTS = CHECKOUT / "build" / "envs"
 READY_NAME = ".ready"
-# seconds that a terminated process gets to end
+# seconds that a terminated process has to exit
 ENDING_SECONDS = 10
 
 
@@ -45,7 +45,7 @@ class Isolated:
         return {}
 
     def find_python(self) -> Path | None:
-        """Returns the Python of the environment, or None if it has not been made."""
+        """Returns the Python of the environment, or None if it has not been built."""
         folder = ENVIRONMENTS / self.name
         python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
         return python if python.exists() and (folder / READY_NAME).exists() else None
@@ -70,8 +70,8 @@ class Isolated:
             model, device: name and device as in `models.load_model`.
 
         Returns:
-            Records with an error for documents that the environment could not run at all. They are not written, so that
-            the next run tries again.
+            Records with an error for documents that the environment could not run at all. These are not written, so the
+            next run tries again.
         """
         labels = [method.label for method in methods]
         job = {
@@ -103,15 +103,15 @@ class Isolated:
         python = self.find_python()
         if python is None:
             raise EvaluationError(f"it needs an environment of its own: make {self.name}")
-        # only this checkout is on the path, as packages of this environment must not be found there
+        # only this checkout is on the path, so that this environment's packages are not found there
         variables = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-        # a worker imports what is beside it
+        # a worker imports modules next to it
         variables.pop("PYTHONSAFEPATH", None)
         command = [str(python), str(self.worker)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
         line = ""
         try:
-            # if the process ended before it had read everything, its exit code says so
+            # if the process ended before reading everything, its exit code says so
             with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
                 stdin.write(json.dumps(job))
             for line in process.stdout:

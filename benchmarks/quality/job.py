@@ -1,4 +1,4 @@
-"""Takes the job of a process of `isolated.py` from standard input."""
+"""Reads the job of a process of `isolated.py` from standard input."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hf_diffkv.evaluation.errors import EvaluationError
 
 
 def run_job(work: Callable[[dict[str, Any]], None]) -> int:
-    """Calls `work` with the job and returns the exit code: 2 if it is refused; the last line then says why."""
-    # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
+    """Calls `work` with the job and returns the exit code; 2 if it is refused, with the reason in the last line."""
+    # Ctrl-C reaches both processes; the waiting one reports it, and this one exits silently
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         work(json.load(sys.stdin))

@@ -1,8 +1,8 @@
-"""What a model's key biases, which the rotary embedding turns, have in the loss behind long prompts.
+"""Effect of a model's key biases, which the rotary embedding rotates, on the loss after long prompts.
 
-A method stores each layer's keys twice: as they are, and without the bias at their positions, which is added when they
-are read. The dense cache takes what was read, and logits behind the prompt are compared with those of exact keys.
-Prompts and comparisons are those of `long_text.py`.
+A method stores each layer's keys twice: unchanged, and without the bias at their positions, which is added back when
+they are read. The dense cache takes the keys as read, and logits after the prompt are compared with those from exact
+keys. Prompts and comparisons are the same as in `long_text.py`.
 
     python benchmarks/quality/key_bias.py --model qwen2.5-coder-0.5b --output build/key_bias.json
 """
@@ -29,7 +29,7 @@ def turned_bias(model: Any, layer: Any, length: int) -> Tensor:
 
 
 def changed(prompt: ReadPrompt, keys: dict[int, Tensor], values: dict[int, Tensor] | None = None) -> ReadPrompt:
-    """Returns a prompt with other keys, and values if they are given."""
+    """Returns a prompt with its keys replaced, and its values if any are given."""
     layers = {
         index: (module, query, keys[index], value if values is None else values[index], options)
         for index, (module, query, _, value, options) in prompt.layers.items()
@@ -38,7 +38,7 @@ def changed(prompt: ReadPrompt, keys: dict[int, Tensor], values: dict[int, Tenso
 
 
 def read_back(model: Any, label: str, prompt: ReadPrompt, biases: dict[int, Tensor] | None) -> ReadPrompt:
-    """Returns a prompt as a method reads it, stored without its keys' biases if these are given."""
+    """Returns a prompt as read from a method's cache, stored without its keys' biases if these are given."""
     keys = {index: layer[2] for index, layer in prompt.layers.items()}
     dtype = keys[0].dtype
     if biases is not None:
@@ -59,9 +59,9 @@ def measure(model: Any, ids: tuple[int, ...], lengths: list[int], labels: list[s
 
     Args:
         ids: token ids of the document, `further` more than the last length.
-        lengths: numbers of tokens of the prompts, rising.
+        lengths: numbers of tokens of the prompts, in ascending order.
         labels: methods.
-        further: number of tokens behind each length whose logits are compared.
+        further: number of tokens after each length whose logits are compared.
     """
     whole = read_prompt(model, ids[: lengths[-1]])
     dense = get_method("dense")

@@ -1,10 +1,10 @@
-"""What other centres than the mean of a row would take off the error of 4-bit keys.
+"""Measures how much the error of 4-bit keys falls with centres other than the mean of a row.
 
-A model reads code. Each head's keys are rotated, and quantised from the least to the greatest element, after a centre
-is subtracted: the mean of all keys, as in `store/transform.py`; means over stretches of neighbours; or, where keys have
-a bias, the bias at each position, or its means over stretches. Means of keys would take bytes, those of the bias follow
-from the checkpoint. The error is that of the last queries' logits. Printed is its geometric mean over heads, relative
-to that with the mean of all keys.
+A model reads code. A centre is subtracted from each head's keys, which are then rotated and quantised between their
+smallest and largest element. The centre is the mean of all keys, as in `store/transform.py`; means over stretches of
+neighbours; or, if keys have a bias, the bias at each position or its means over stretches. Means of keys would need
+storage; those of the bias follow from the checkpoint. The error of the last queries' logits is printed as a geometric
+mean over heads, relative to that with the mean of all keys.
 
     python benchmarks/quality/key_centres.py --models qwen2.5-coder-0.5b,smollm2 --length 2048
 """
@@ -29,7 +29,7 @@ STRETCHES = (32, 64, 128, 256, 1024)
 
 
 def stretch_means(keys: Tensor, size: int) -> Tensor:
-    """Returns each token's mean over the stretch that it is in, [heads, tokens, dim] as `keys`."""
+    """Returns each token's mean over its stretch, [heads, tokens, dim] like `keys`."""
     return torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in keys.split(size, dim=1)], dim=1)
 
 
@@ -39,19 +39,19 @@ def logit_errors(query: Tensor, keys: Tensor, centre: Tensor) -> Tensor:
     Args:
         query: queries, [heads, queries, dim].
         keys: keys, [heads, tokens, dim].
-        centre: centre to subtract first, as `keys`, or a zero.
+        centre: centre to subtract first, shaped like `keys`, or a zero.
     """
     rest = keys - centre
     rest = rest - rest.mean(1, keepdim=True)
     matrix = rotation_matrix(keys.shape[-1], keys.dtype, keys.device)
     rotated = rest @ matrix
     error = query @ ((quantized(rotated, BITS, 1) - rotated) @ matrix.mT).mT
-    # what all tokens share changes no probability
+    # a shift common to all tokens changes no probability
     return (error - error.mean(-1, keepdim=True)).square().mean((1, 2))
 
 
 def layer_errors(model: Any, prompt: Any, index: int) -> dict[str, Tensor]:
-    """Returns each centre's errors in one layer, [heads], relative to those of the mean of all keys."""
+    """Returns each centre's errors in one layer, [heads], relative to those with the mean of all keys."""
     _, query, key, _, _ = prompt.layers[index]
     keys, length = key[0].float(), key.shape[2]
     query = query[0].float().unflatten(0, (keys.shape[0], -1))[:, :, -QUERIES:].flatten(1, 2)

@@ -1,8 +1,8 @@
-"""What gains on normalised keys, as in Qwen3, do to keys in few bits: a random model, its gains and biases chosen.
+"""Measures how gains on normalised keys, as in Qwen3, affect low-bit keys: a random model, chosen gains and biases.
 
 Qwen3 divides each head's keys and queries by their norm and multiplies their channels by gains, before the rotary
-embedding. Layers are stored as `calibrate` stores them, and the relative error of a prompt's logits is printed, beside
-that of keys with Qwen2.5's kind of bias in the same model.
+embedding. Layers are stored as in `calibrate`. The relative error of a prompt's logits is printed, alongside that of
+keys with a Qwen2.5-style bias in the same model.
 
     python benchmarks/quality/key_gains.py --lengths 1024,4096
 """
@@ -36,9 +36,9 @@ def random_model(gains: Callable[[], Tensor], shared: bool, bias: float) -> Qwen
     """Makes a random Qwen3 model.
 
     Args:
-        gains: makes the gains of a layer's key channels.
-        shared: whether queries have the same gains, instead of 1.
-        bias: standard deviation of the elements of a bias that is added to keys before their norm.
+        gains: function that makes the gains of a layer's key channels.
+        shared: whether queries use the same gains instead of 1.
+        bias: standard deviation of the elements of a bias added to keys before normalisation.
     """
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -52,7 +52,7 @@ def random_model(gains: Callable[[], Tensor], shared: bool, bias: float) -> Qwen
         max_position_embeddings=32_768,
         rope_theta=THETA,
         attention_bias=bias > 0,
-        # keys of unit variance before their norm
+        # keys of unit variance before normalisation
         initializer_range=HIDDEN**-0.5,
     )
     model = Qwen3ForCausalLM(config).eval()
@@ -68,7 +68,7 @@ def random_model(gains: Callable[[], Tensor], shared: bool, bias: float) -> Qwen
 
 @torch.no_grad()
 def loss(model: Qwen3ForCausalLM, ids: list[int], precision: Precision) -> float:
-    """Returns the relative error of a prompt's logits, the geometric mean over layers and heads."""
+    """Returns the relative error of a prompt's logits, as a geometric mean over layers and heads."""
     with watching(model):
         _, layers = run_prompt(model, ids)
     return geometric_mean(torch.cat([errors(layer, *stored(layer, precision))[0] for layer in layers]))

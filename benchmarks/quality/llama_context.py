@@ -1,7 +1,7 @@
-"""A cache of llama.cpp, with the types of its keys and values, by the functions of llama-cpp-python.
+"""A llama.cpp cache with given types of keys and values, using llama-cpp-python's functions.
 
-Flash attention is on, as quantised values need it. All else is llama.cpp's default: it rotates keys and values before
-it quantises them. Only `LlamaCpp` needs the package, so the types are known in every environment.
+Flash attention is on, because quantised values need it. All else is llama.cpp's default: for example, it rotates keys
+and values before quantising them. Only `LlamaCpp` needs the package, so the types are known in any environment.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FAMILY = "llama-cpp"
 BLOCK = 32
 # bytes of a block, and of the codes in it, by type
 TYPES = {"f16": (64, 64), "q8_0": (34, 32), "q5_0": (22, 20), "q4_0": (18, 16)}
-# tokens that llama.cpp reads at once; its default
+# tokens that llama.cpp reads at once, its default
 CHUNK_TOKENS = 512
 THREADS = 2
 # level of errors in llama.cpp's log
 ERROR_LEVEL = 4
-# what a state holds besides keys and values: most bytes of a token, of a layer and of the whole
+# what a state contains besides keys and values: maximum bytes per token, per layer and in total
 STATE_BYTES = (16, 32, 64)
 
 
@@ -63,7 +63,7 @@ def parse_types(options: Sequence[str]) -> CacheTypes:
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of the tokens in a cache.
+    """Memory used by the tokens in a cache.
 
     Attributes:
         bytes: bytes of their keys and values.
@@ -80,7 +80,7 @@ class Shape:
 
     Attributes:
         layers: number of layers.
-        keys, values: numbers that a layer keeps of a token's keys and of its values.
+        keys, values: number of elements that a layer stores for a token's keys and for its values.
     """
 
     layers: int
@@ -95,7 +95,7 @@ class Shape:
 
 
 class LlamaCpp:
-    """A model in llama.cpp, which makes caches for it.
+    """A model in llama.cpp that makes caches for it.
 
     Args:
         gguf: path of the model's GGUF file.
@@ -107,13 +107,13 @@ class LlamaCpp:
 
     def __init__(self, gguf: Path, threads: int | None = None) -> None:
         self.threads = threads or THREADS
-        # threads that wait for each other leave their cores to other programs; read when the library is loaded
+        # threads waiting for each other yield their cores to other programs; read when the library is loaded
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import llama_cpp
 
         self.api: Any = llama_cpp
         self.errors: list[str] = []
-        # llama.cpp calls it as long as the process runs
+        # llama.cpp calls this as long as the process runs
         self._log = llama_cpp.llama_log_callback(self._keep_error)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -132,7 +132,7 @@ class LlamaCpp:
             self.errors.append(one_line(text.decode(errors="replace")))
 
     def take_errors(self) -> str:
-        """Returns what llama.cpp has said of errors since the last call."""
+        """Returns the errors that llama.cpp has logged since the last call."""
         said, self.errors = "; ".join(self.errors) or "it gives no reason", []
         return said
 
@@ -145,13 +145,13 @@ class LlamaCpp:
         return Shape(api.llama_model_n_layer(model), heads * keys, heads * values)
 
     def _setting(self, name: str) -> str:
-        """Returns an entry of the GGUF file, or an empty text."""
+        """Returns an entry of the GGUF file, or an empty string."""
         buffer = ctypes.create_string_buffer(256)
         size = self.api.llama_model_meta_val_str(self.model, name.encode(), buffer, len(buffer))
         return buffer.value.decode() if size >= 0 else ""
 
     def new_cache(self, types: CacheTypes, tokens: int) -> LlamaCache:
-        """Makes an empty cache for `tokens` tokens. Raises `RuntimeError` if llama.cpp does not."""
+        """Makes an empty cache for `tokens` tokens. Raises `RuntimeError` if llama.cpp cannot."""
         api = self.api
         parameters = api.llama_context_default_params()
         parameters.n_ctx = tokens
@@ -168,7 +168,7 @@ class LlamaCpp:
 
 
 class LlamaCache:
-    """A context of llama.cpp with one sequence.
+    """A llama.cpp context with one sequence.
 
     Args:
         program: model of the context.
@@ -225,7 +225,7 @@ class LlamaCache:
         """Returns the memory of the tokens in the cache.
 
         Raises:
-            RuntimeError: the sequence that llama.cpp would save has another size.
+            RuntimeError: the sequence that llama.cpp would save has a different size.
         """
         held = self.program.shape.held(self.types, self.tokens)
         saved = self.program.api.llama_state_seq_get_size(self.context, 0)

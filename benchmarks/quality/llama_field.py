@@ -1,6 +1,6 @@
-"""Answers one case of the field's tasks by llama.cpp: a job on standard input (`field_tasks/by_llama_cpp.py`).
+"""Answers one field task case with llama.cpp: a job on standard input (`field_tasks/by_llama_cpp.py`).
 
-The answers become JSON lines as `field.py join` reads them. It needs neither PyTorch nor Transformers.
+The answers are written as JSON lines for `field.py join`. The script needs neither PyTorch nor Transformers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def main() -> int:
 
 
 def work(job: dict[str, Any]) -> None:
-    """Writes an answer of each method of a job to its file."""
+    """Writes each method's answer to a job to its file."""
     run(LlamaCpp(Path(job["gguf"]), job["threads"]), job)
 
 
 def run(program: Any, job: dict[str, Any]) -> None:
-    """Writes an answer of each method of a job to its file, with an error where there is none.
+    """Writes each method's answer to a job to its file, or an error if there is none.
 
     Args:
         program: a `LlamaCpp`.
-        job: labels of `methods`, the `case` as JSON has it, and the file `answers`.
+        job: labels of `methods`, the `case` in JSON form, and the file `answers`.
     """
     environment = {**describe_versions(), "device": processor(), "threads": program.threads}
     basis = {"code": __version__, "device": "cpu", "packages": installed(["llama-cpp-python"])}
@@ -46,7 +46,7 @@ def run(program: Any, job: dict[str, Any]) -> None:
             try:
                 found = answer(program, parse_types(label.removeprefix(f"{FAMILY}:").split("+")), case)
             except Exception as problem:
-                # any error of llama.cpp is a result and must not end the run
+                # any error in llama.cpp is a result and must not end the run
                 found = {"ids": [], "seconds": time.perf_counter() - started, "error": one_line(problem)}
             file.write(json.dumps({"method": label, **named, **found}) + "\n")
 

@@ -1,7 +1,7 @@
-"""Runs a job of `isolated.py`, which comes on standard input, by llama.cpp, without PyTorch and Transformers.
+"""Runs a job of `isolated.py` from standard input with llama.cpp, without PyTorch and Transformers.
 
-The reference is llama.cpp's own cache in f16 with the same GGUF file, which differs from its other caches in nothing
-but the types. A type also affects how the prompt is read, as every token attends to what the cache holds by then.
+The reference is llama.cpp's own f16 cache with the same GGUF file, which differs from its other caches only in the
+types. A type also affects how the prompt is read, because every token attends to what the cache already holds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(program: Any, job: dict[str, Any]) -> None:
 
     Args:
         program: a `LlamaCpp` of the file `job["gguf"]`.
-        job: job, with the names of the tasks whose questions follow each other as `in_turn`.
+        job: job, with the names of tasks whose questions follow each other as `in_turn`.
     """
     folder = RunFolder(Path(job["folder"]), job["settings"])
     methods = {label: parse_types(label.removeprefix(f"{FAMILY}:").split("+")) for label in job["methods"]}
@@ -92,8 +92,8 @@ class Measured:
     Attributes:
         sums: sum and weight by metric.
         logits: logits of all compared positions, [positions, vocabulary].
-        right: whether each answer is right; None for a continuation.
-        held: memory with the prompt in the cache.
+        right: whether each answer is correct; None for a continuation.
+        held: memory used with the prompt in the cache.
         seconds: time for the whole document.
     """
 
@@ -107,17 +107,17 @@ class Measured:
 def records_of(
     program: Any, methods: dict[str, CacheTypes], task: str, document: Document, in_turn: bool = False
 ) -> Iterator[Record]:
-    """Measures methods on a document, and first the cache in f16, with which they are compared.
+    """Measures methods on a document, after the f16 cache with which they are compared.
 
     Args:
         program: a `LlamaCpp`.
-        methods: types by the method's label.
+        methods: types by method label.
         task: name of the document's task.
         document: document to measure.
         in_turn: whether a question sees earlier questions and answers.
 
     Yields:
-        A record for each method. A failure gives a record with an error.
+        A record for each method, with an error if it failed.
     """
     key = (task, document.name, document.digest)
     exact = _attempt(program, EXACT, document, None, in_turn) if methods else ""
@@ -144,24 +144,24 @@ def records_of(
 def _attempt(
     program: Any, types: CacheTypes, document: Document, reference: Measured | None, in_turn: bool
 ) -> Measured | str:
-    """Calls `measure` and returns its result, or the reason why there is none."""
+    """Calls `measure` and returns its result, or the reason why it failed."""
     try:
         return measure(program, types, document, reference, in_turn)
     except Exception as problem:
-        # any error of llama.cpp is a result and must not end the run
+        # any error in llama.cpp is a result and must not end the run
         return one_line(problem)
 
 
 def measure(
     program: Any, types: CacheTypes, document: Document, reference: Measured | None, in_turn: bool = False
 ) -> Measured:
-    """Measures one document as the tasks `AskingTask` and `TextTask` do, which read a prompt once.
+    """Measures one document like the tasks `AskingTask` and `TextTask`, which read a prompt once.
 
     Args:
         program: a `LlamaCpp`.
         types: types of the cache.
         document: document to measure.
-        reference: result with the cache in f16; None for that cache itself.
+        reference: result with the f16 cache; None for that cache itself.
         in_turn: whether a question sees earlier questions and answers.
 
     Raises:
@@ -194,7 +194,7 @@ def measure(
 
 
 def _ask(cache: Any, document: Document, in_turn: bool) -> list[np.ndarray]:
-    """Returns the logits of each answer's tokens, [tokens, vocabulary]; answers are fed after their questions."""
+    """Returns the logits of each answer's tokens, [tokens, vocabulary]; answers are fed in after their questions."""
     observed = []
     before: tuple[int, ...] = ()
     for question, answer in document.questions:
@@ -207,7 +207,7 @@ def _ask(cache: Any, document: Document, in_turn: bool) -> list[np.ndarray]:
 
 
 def compare_logits(logits: np.ndarray, reference: np.ndarray, ids: Sequence[int]) -> Sums:
-    """Returns what `hf_diffkv.evaluation.comparison.compare_logits` does, which needs PyTorch."""
+    """Returns the same as `hf_diffkv.evaluation.comparison.compare_logits`, which needs PyTorch."""
     kl = top1 = nll = 0.0
     for start in range(0, len(ids), CHUNK_POSITIONS):
         part = slice(start, start + CHUNK_POSITIONS)

@@ -1,12 +1,12 @@
-"""Loss behind long prompts of text or code: KL, its tail and the share of equal first choices along one document.
+"""Loss after long prompts of text or code: KL, its tail and top-1 agreement along one document.
 
-The dense cache reads the whole document once. The first 2,048, 8,192, ... tokens of it are given to each cache as in
-`field_tasks/shared_prompts.py`, which then reads the next tokens; their logits are compared with those of the dense
-cache. Lossless storage shows what the dtype alone loses.
+The dense cache reads the whole document once. Its first 2,048, 8,192, ... tokens are given to each cache as in
+`field_tasks/shared_prompts.py`. The cache then reads the next tokens, and their logits are compared with the dense
+cache's. Lossless storage shows the loss due to the dtype alone.
 
     python benchmarks/quality/long_text.py --model qwen2.5-coder-0.5b --output build/long_text.json
 
-Code is from Python's standard library, text its language reference, which repeats itself. Essays are those of RULER
+Code comes from Python's standard library, text from its language reference, which is repetitive. Essays are RULER's
 (`make field-data`).
 """
 
@@ -36,9 +36,9 @@ from hf_diffkv.store import prompt as store_prompt
 
 LENGTHS = "2048,8192,16384,31744"
 METHODS = "diffkv:lossless,diffkv:balanced+head_precisions=null,diffkv,diffkv:small"
-# least characters of a module that is used
+# minimum number of characters of a module
 LONG_MODULE = 20_000
-# characters of essays that stay in order, some 40,000 tokens
+# characters of essays that stay in order, about 40,000 tokens
 ESSAYS = 180_000
 
 
@@ -58,7 +58,7 @@ TEXTS = {"code": modules, "text": texts, "essays": essays}
 
 
 def document_of(text: str, tokenizer: Any, seed: int, length: int, further: int) -> Document:
-    """Returns a document of one of `TEXTS` with a context of `length` tokens and `further` behind it."""
+    """Returns a document of one of `TEXTS` with a context of `length` tokens and `further` more after it."""
     pieces = TEXTS[text]()
     random.Random(seed).shuffle(pieces)
     (document,) = stretches(pieces, tokenizer, 1, length, further)
@@ -67,7 +67,7 @@ def document_of(text: str, tokenizer: Any, seed: int, length: int, further: int)
 
 @contextmanager
 def without_attention() -> Iterator[None]:
-    """Leaves out the attention of prompts, whose output is not used."""
+    """Skips the attention of prompts, whose output is not used."""
     attend = store_prompt.attend_beside
 
     def skip(store: Any, layer: int, past: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
@@ -89,7 +89,7 @@ def beginning(prompt: ReadPrompt, length: int) -> ReadPrompt:
 
 
 def compared(logits: Tensor, dense: Tensor) -> dict[str, float]:
-    """Compares logits, [positions, vocabulary], with those of the dense cache."""
+    """Compares logits, [positions, vocabulary], with the dense cache's."""
     theirs, mine = dense.float().log_softmax(-1), logits.float().log_softmax(-1)
     kl = (theirs.exp() * (theirs - mine)).sum(-1).clamp(min=0)
     same = (theirs.argmax(-1) == mine.argmax(-1)).float()
@@ -102,9 +102,9 @@ def measure(model: Any, ids: tuple[int, ...], lengths: list[int], labels: list[s
 
     Args:
         ids: token ids of the document, `further` more than the last length.
-        lengths: numbers of tokens of the prompts, rising.
+        lengths: numbers of tokens of the prompts, in ascending order.
         labels: methods besides the dense cache.
-        further: number of tokens behind each length whose logits are compared.
+        further: number of tokens after each length whose logits are compared.
     """
     prompt = read_prompt(model, ids[: lengths[-1]])
     for length in lengths:
@@ -122,7 +122,7 @@ def measure(model: Any, ids: tuple[int, ...], lengths: list[int], labels: list[s
 
 
 def run(about: str, measure: Callable[..., Iterator[dict]], default_lengths: str, default_methods: str) -> None:
-    """Writes the rows of `measure` on one document to a file; `about` begins the help."""
+    """Writes the rows of `measure` on one document to a file; the help text begins with `about`."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", choices=TEXTS, default="code")

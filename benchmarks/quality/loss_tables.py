@@ -1,4 +1,4 @@
-"""Markdown tables of what `long_text.py` and `tool_calls.py` wrote."""
+"""Markdown tables from the output of `long_text.py` and `tool_calls.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def long_text_table(name: str) -> str:
 
 
 def tool_calls_table(name: str) -> str:
-    """Formats a row for each method, with the mean KL of the calls' tokens."""
+    """Formats a row for each method, with the mean KL over the calls' tokens."""
     rows = _rows(RESULTS / "tool_calls" / f"{name}.json")
     head = ["method", "real bytes", "KL (95 %)", "the same first choice", "calls with all choices the same"]
     lines = [head, ["---"] * len(head)]

@@ -1,9 +1,9 @@
-"""Whether more than two levels would pay: KL where each head's tokens have several precisions by rank, simulated.
+"""Simulates whether more than two levels would pay: KL with several precisions by rank for each head's tokens.
 
-The dense cache runs a prompt; then its keys and values are overwritten with quantised and decoded ones, centred and
-rotated, the first 4 and the last 32 tokens excepted, and the documents of the dictionary and text tasks go on from
-there. Tokens of a head rank by significance, the mean attention from later queries, maximum over the query heads of its
-group. Nothing of the library's storage takes part; `bytes` is what its pages would take per token and head.
+The dense cache runs a prompt. Its keys and values, except for the first 4 and the last 32 tokens, are then replaced by
+quantised and decoded ones, centred and rotated, and the documents of the dictionary and text tasks continue from there.
+A head's tokens are ranked by significance: the mean attention from later queries, maximised over the query heads of its
+group. The library's storage is not used; `bytes` is what its pages would need per token and head.
 
     python benchmarks/quality/more_levels.py --model smollm2 --output benchmarks/results/quality/smollm2/more_levels
 """
@@ -41,14 +41,14 @@ TASKS = ("dictionary", "text")
 
 @dataclass(frozen=True)
 class Levels:
-    """Shares of a head's tokens, most significant first, with their precisions."""
+    """Shares of a head's tokens, most significant first, and their precisions."""
 
     name: str
     shares: tuple[tuple[float, str], ...]
     by: str = "significance"
 
     def token_bytes(self, head_dim: int) -> float:
-        """Returns the bytes of a token on narrow pages, with its sum and position if tokens are ranked."""
+        """Returns the bytes of a token on narrow pages, including its sum and position if tokens are ranked."""
         numbers = {"metadata_bits": 16} if len(self.shares) > 1 else UNIFORM_NUMBERS
         found = 0.0
         for share, name in self.shares:
@@ -73,7 +73,7 @@ CONFIGURATIONS = (
 
 
 def quantized(x: Tensor, bits: int, groups: int) -> Tensor:
-    """Quantised between each token's and group's extremes and decoded: [..., dim]."""
+    """Quantises between each token's and group's extremes and decodes: [..., dim]."""
     parts = x.unflatten(-1, (groups, -1))
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     scale = ((high - low) / (2**bits - 1)).clamp(min=1e-9)
@@ -94,7 +94,7 @@ def significance(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def with_levels(key: Tensor, value: Tensor, found: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
-    """Keys and values, [batch, heads, tokens, dim], as a cache of such levels would give them back."""
+    """Keys and values, [batch, heads, tokens, dim], as read from a cache with such levels."""
     count = key.shape[2] - WINDOW
     matrices = [rotation_matrix(part.shape[3], torch.float32, part.device) for part in (key, value)]
     offset = key.float().mean(2, keepdim=True)
@@ -123,7 +123,7 @@ def with_levels(key: Tensor, value: Tensor, found: Tensor, levels: Levels) -> tu
 
 
 class Simulation:
-    """A model whose attention notes every layer's significance while a prompt runs."""
+    """A model whose attention records every layer's significance while a prompt runs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.found = model, {}
@@ -144,7 +144,7 @@ class Simulation:
 
     @torch.no_grad()
     def logits(self, document: Document, cache: DynamicCache) -> tuple[Tensor, list[int]]:
-        """[positions, vocabulary] of all answers, or of the continuation; and the tokens there."""
+        """Logits [positions, vocabulary] of all answers or of the continuation, and the tokens at those positions."""
         asked = [(*question, *answer) for question, answer in document.questions] or [document.continuation]
         sizes = [len(answer) for _, answer in document.questions] or [len(document.continuation) - 1]
         logits, tokens = [], []
@@ -167,7 +167,7 @@ def write(
     configurations: Sequence[Any],
     about: Callable[[Any, int], dict[str, Any]],
 ) -> None:
-    """Measures configurations on documents of all tasks, writes a record of each, and prints them as a table.
+    """Measures configurations on documents of all tasks, writes a record of each, and prints a table.
 
     Args:
         about: function of a configuration and head_dim that returns the first columns of its row, by title.

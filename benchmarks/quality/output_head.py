@@ -1,7 +1,7 @@
-"""What an output head in 4 bits loses, and what of it exact weights for the largest logits win back.
+"""What a 4-bit output head loses, and how much of it exact weights for the largest logits recover.
 
-Hidden states of a dense cache go through the head as it is, through weights of 4 bits, and through `FourBitHead` with
-various numbers of exact logits. Logits are compared with those in float32. Times are those of one state's product.
+Hidden states of a dense cache go through the unchanged head, through 4-bit weights, and through `FourBitHead` with
+various numbers of exact logits. Logits are compared with those in float32. Times are for one state's product.
 
     OMP_NUM_THREADS=1 python benchmarks/quality/output_head.py [--models smollm2,qwen2.5-coder-0.5b] [--tokens 512]
 """
@@ -29,7 +29,7 @@ MODELS = "smollm2,gemma3-270m,qwen2.5-coder-0.5b,qwen2.5-coder-1.5b"
 
 
 def timed(head: Callable[[Tensor], Tensor], states: Tensor) -> tuple[Tensor, float]:
-    """Returns the logits of all states, one after the other, and the median of their milliseconds."""
+    """Returns the logits of all states, computed one after the other, and the median milliseconds."""
     logits, seconds = [], []
     for state in states.split(1):
         started = time.thread_time()

@@ -1,9 +1,9 @@
-"""`hf-diffkv evaluate` with the methods in `methods/` as well: kvpress's, and those of one's own.
+"""Runs `hf-diffkv evaluate` with the methods in `methods/` as well: kvpress's and custom ones.
 
     python benchmarks/quality/peers.py --model smollm2 --methods dense,kvpress:snapkv+0.57 --output build/eval
 
-It takes the options of `hf-diffkv evaluate`, and `--submit FILE`, which writes what was measured into one file for the
-gallery (docs/evaluation.md).
+It takes the options of `hf-diffkv evaluate`, and `--submit FILE`, which writes the results to one file for the gallery
+(docs/evaluation.md).
 """
 
 from __future__ import annotations

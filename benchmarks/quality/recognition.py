@@ -1,10 +1,10 @@
-"""How far copies, relatives and other models are from a model, by the marks that measured tables are found by.
+"""Distances of copies, relatives and other models from a model, by the marks used to find measured tables.
 
     python benchmarks/quality/recognition.py --models smollm2 gemma3-270m
     python benchmarks/quality/recognition.py --models smollm2 --tuned build/tuned --steps 300
 
 The second command also fine-tunes the first model, all weights with AdamW on the source of Python's standard library,
-and saves it in the folder; a model that is there already is not trained again.
+and saves it in the folder; a model that already exists there is not trained again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def copies(folder: str) -> Iterator[tuple[str, Mark]]:
-    """Marks of the model in a folder at other precisions, with changed weights, and of others of its shapes."""
+    """Marks of the model in a folder at other precisions, with changed weights, and of other models of its shapes."""
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     loads: dict[str, dict[str, Any]] = {
         "float16": {"dtype": torch.float16},
@@ -104,7 +104,7 @@ def _tuned(source: str, folder: Path, steps: int, rate: float) -> Iterator[tuple
 
 
 def _tune(source: str, folder: Path, steps: int, rate: float) -> Iterator[tuple[str, Mark]]:
-    """Trains all weights, a sequence a step, and saves them in bfloat16."""
+    """Trains all weights, one sequence per step, and saves them in bfloat16."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
     text = "\n\n".join(inspect.getsource(import_module(name)) for name in TRAINED_ON)

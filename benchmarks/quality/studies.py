@@ -1,8 +1,8 @@
-"""The papers' findings as runs of `peers.py`: which methods on which tasks, and where the results go.
+"""The papers' findings as runs of `peers.py`: which methods run on which tasks, and where the results go.
 
     python benchmarks/quality/studies.py peers precisions --model smollm2
 
-A study that was interrupted goes on where it stopped. docs/quality.md is made of these folders.
+An interrupted study continues where it stopped. docs/quality.md is built from these folders.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Study:
     """One question.
 
     Attributes:
-        methods, tasks: arguments of the command line's options of these names.
-        documents: number of documents; None takes the task's own.
-        length: tokens of a prompt; None takes the task's own.
-        max_new_tokens: tokens to generate; None takes the task's own.
+        methods, tasks: arguments of the command-line options with these names.
+        documents: number of documents; None uses the task's default.
+        length: tokens of a prompt; None uses the task's default.
+        max_new_tokens: tokens to generate; None uses the task's default.
     """
 
     methods: tuple[str, ...]
@@ -35,15 +35,15 @@ class Study:
     max_new_tokens: int | None = None
 
 
-# keys and values as the model has them, and rotated with keys centred
+# keys and values as in the model, and rotated with keys centred
 PLAIN, TURNED = "rotate=false+center=false+sinks=0", "rotate=true+center=true+sinks=0"
 # the paper's two levels, rotated and centred, with exact first tokens
 LEVELS = "K8V4/K4V2+1/0"
-# the presets where heads were not measured
+# the presets without measured heads
 ALIKE = "head_precisions=null"
 PRESETS = ("diffkv:quality", "diffkv:balanced", "diffkv:small")
 STUDIES = {
-    # accuracy against memory beside what users have (figure 11; LeanKV's figures)
+    # accuracy against memory, with existing alternatives (figure 11; LeanKV's figures)
     "peers": Study(
         (
             "dense",
@@ -70,7 +70,7 @@ STUDIES = {
             "kvpress:tova+0.71",
         )
     ),
-    # what `DiffKVConfig.preset` gives, beside the paper, the default and the nearest peer
+    # what `DiffKVConfig.preset` gives, alongside the paper, the default and the nearest peer
     "presets": Study(
         (
             "dense",
@@ -89,7 +89,7 @@ STUDIES = {
             "quanto:4",
         )
     ),
-    # the whole offline set for the methods that a user chooses between
+    # the whole offline suite for the methods that a user chooses between
     "offline": Study(
         (
             "dense",
@@ -103,7 +103,7 @@ STUDIES = {
         ),
         tasks="offline",
     ),
-    # a precision for every head, beside the same bits for all and what users have
+    # a precision for every head, compared with equal bits for all and existing alternatives
     "heads": Study(
         (
             "dense",
@@ -118,9 +118,8 @@ STUDIES = {
         ),
         tasks="offline",
     ),
-    # the same on a larger model, beside llama.cpp's caches, which are compared with their own f16, and beside what the
-    # model's dtype changes (run it with --model qwen2.5-coder-0.5b, after `make llama-cpp`, `make kvpress` and
-    # `make models GGUF=1`)
+    # the same on a larger model, with llama.cpp's caches, compared with their own f16, and the effect of the model's
+    # dtype (run it with --model qwen2.5-coder-0.5b, after `make llama-cpp`, `make kvpress` and `make models GGUF=1`)
     "qwen": Study(
         (
             "dense",
@@ -138,7 +137,7 @@ STUDIES = {
             *(f"kvpress:{press}+0.74" for press in ("snapkv", "adakv-snapkv", "streaming-llm")),
         ),
     ),
-    # the same model asked as methods that drop tokens expect it
+    # the same model, asked in the way that methods that drop tokens expect
     "qwen-asked": Study(
         (
             "dense",
@@ -151,8 +150,8 @@ STUDIES = {
         documents=8,
         length=800,
     ),
-    # whether text loses more behind a longer context, beside what the model's dtype changes (run them with --model
-    # qwen2.5-coder-0.5b); further on Python's reference repeats itself, and nothing is lost
+    # whether text loses more after a longer context, alongside the effect of the model's dtype (run them with --model
+    # qwen2.5-coder-0.5b); further on, Python's reference repeats itself, and nothing is lost
     **{
         f"text-{length // 1024}k": Study(
             ("dense", "dense:float32", "diffkv", "diffkv:small", f"diffkv:balanced+{ALIKE}", "quanto:4"),
@@ -162,12 +161,12 @@ STUDIES = {
         )
         for length in (2048, 8192)
     },
-    # the same on a model of few compressed layers (run it with --model gemma3-270m)
+    # the same on a model with few compressed layers (run it with --model gemma3-270m)
     "heads_alone": Study(
         ("dense", "diffkv", "diffkv:small", f"diffkv:balanced+{ALIKE}", f"diffkv:small+{ALIKE}"), documents=2
     ),
-    # what methods that drop tokens are made for: prompts that end in the question, for answers of one word, a few and
-    # forty; of 800 tokens, as a small model finds more in these
+    # what methods that drop tokens are made for: prompts that end with the question, for answers of one word, a few and
+    # forty; with 800 tokens, in which a small model finds more
     "asked": Study(
         (
             "dense",
@@ -175,7 +174,7 @@ STUDIES = {
             "diffkv:small",
             "quanto:4",
             "kvpress:snapkv+0.57",
-            # the question and little more
+            # the question and little else
             "kvpress:snapkv+0.57+window_size=16",
             "kvpress:snapkv+0.71+window_size=16",
             "kvpress:adakv-snapkv+0.71+window_size=16",
@@ -194,7 +193,7 @@ STUDIES = {
             ),
         )
     ),
-    # a number of tokens that differs by head and request against one budget for all (figure 9), in the model's dtype
+    # a token count that varies by head and request against one budget for all (figure 9), in the model's dtype
     "pruning": Study(
         (
             "dense",
@@ -229,9 +228,9 @@ STUDIES = {
         ),
         tasks="text",
     ),
-    # whether what is lost adds up while a model writes
+    # whether losses accumulate while a model generates
     "long": Study(("dense", "diffkv:paper", *PRESETS), tasks="trajectory", max_new_tokens=2000),
-    # ways to choose what is high, and levels, on the same two precisions
+    # ways to choose high tokens, and levels, with the same two precisions
     "levels": Study(
         (
             "dense",

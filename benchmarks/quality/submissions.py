@@ -1,4 +1,4 @@
-"""Submissions: the figures of a run in one file, to be shown with those of others; `peers.py --submit` writes them."""
+"""Submissions: the results of a run in one file, to be shown alongside others; `peers.py --submit` writes them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hf_diffkv.evaluation.tasks import get_task
 
 SUBMISSION_FORMAT = 1
 Check = Callable[[Any], bool]
-# of an environment; versions of other packages may stand beside them
+# of an environment; other packages' versions may be listed as well
 NEEDED = ("python", "torch", "transformers", "device", "commit")
 
 
 @dataclass(frozen=True)
 class SubmissionEntry:
-    """Figures of one method on one task.
+    """Results of one method on one task.
 
     Attributes:
         documents: number of documents.
-        digest: digest of the contents of all documents, equal for entries with the same documents.
+        digest: digest of all documents' contents, equal for entries with the same documents.
         bytes, payload_bytes, dense_bytes: bytes as in `Record`, summed over documents; payload is None if unknown.
         simulated: whether bytes were computed instead of measured.
         metrics: estimates by name of the metric.
@@ -63,7 +63,7 @@ class Submission:
 
 
 def submission_of(records: Iterable[Record], settings: dict[str, Any]) -> Submission:
-    """Makes the submission of a run, without methods that failed on a document of a task or whose bytes are unknown.
+    """Makes the submission of a run, without methods that failed on any document of a task or whose bytes are unknown.
 
     Args:
         records: records of the run.
@@ -111,10 +111,10 @@ def write_submission(submission: Submission, path: Path) -> None:
 
 
 def read_submission(path: Path) -> Submission:
-    """Reads a file that `write_submission` wrote.
+    """Reads a file written by `write_submission`.
 
     Raises:
-        EvaluationError: the file is no such file. The message names the field.
+        EvaluationError: the file is not valid. The message names the field.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ FIGURE = {each.name: NUMBER for each in fields(Estimate)}
 
 
 def _checked(value: Any, known: dict[str, tuple[Check, str]], place: str = "") -> dict[str, Any]:
-    """`value`, an object of just these fields. Raises `ValueError` that names the field and its place."""
+    """Returns `value`, an object with exactly these fields. Raises `ValueError` that names the field and its place."""
     if not isinstance(value, dict):
         raise ValueError(f"{place.rstrip('.') or 'it'} must be an object")
     for name in [*known, *value]:

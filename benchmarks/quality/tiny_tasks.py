@@ -1,10 +1,10 @@
-"""`hf-diffkv evaluate` with tasks that models of one character a token know: facts of tiny-lm, and library source.
+"""Runs `hf-diffkv evaluate` on tasks for models with one token per character: facts of tiny-lm, and library source.
 
     python examples/train_tiny_lm.py --architecture latent --output build/tiny-latent --steps 60 --tokens 512
     python benchmarks/quality/tiny_tasks.py --model build/tiny-latent --tasks tiny-recall,tiny-source \\
         --methods dense,diffkv:K8V8,diffkv:K8V4 --output build/eval
 
-It takes the options of `hf-diffkv evaluate`. Facts and text are held out from the training of `train_tiny_lm.py`.
+It takes the options of `hf-diffkv evaluate`. Facts and text are held out from training in `train_tiny_lm.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTINUED = 128
 
 @task("tiny-recall")
 class Recall(AskingTask):
-    """Lines `@key=dddd` among filler; every key is asked for as `?key=`, on a branch of its own."""
+    """Lines `@key=dddd` among filler; every key is asked for as `?key=`, each on a separate branch."""
 
     suites = ()
     count, length = 16, 320
@@ -47,7 +47,7 @@ class Recall(AskingTask):
 
 @task("tiny-source")
 class LibrarySource(TextTask):
-    """Source of the Python library, and the characters that follow."""
+    """Source code of the Python library, and the characters that follow."""
 
     suites = ()
     count, length = 16, 320

@@ -1,9 +1,9 @@
-"""Loss of tool calls behind long conversations: KL of accepted calls, token by token.
+"""Loss of tool calls after long conversations: KL of accepted calls, token by token.
 
-The conversations are those of `field.py bfcl --tasks bfcl_turns`. The dense cache reads the functions and earlier turns
-of each group of questions once, and gives them to every cache as in `field_tasks/shared_prompts.py`. Each question is
-then read with a call that the leaderboard accepts, and the predictions of the call's tokens are compared with those of
-the dense cache. This tells methods apart with fewer questions than scores do, and also on questions that the model
+The conversations come from `field.py bfcl --tasks bfcl_turns`. The dense cache reads the functions and earlier turns of
+each group of questions once, and passes them to every cache as in `field_tasks/shared_prompts.py`. Each question is
+then read with a call that the leaderboard accepts, and the predictions of the call's tokens are compared with the dense
+cache's. This distinguishes methods with fewer questions than scores need, and also works on questions that the model
 gets wrong.
 
     python benchmarks/quality/tool_calls.py --model qwen2.5-coder-0.5b --output build/tool_calls.json
@@ -35,10 +35,10 @@ def measure(model: Any, tokenizer: Any, questions: int, length: int | None, labe
     """Yields a row for each method and question.
 
     Args:
-        model: model whose attention is that of Transformers.
+        model: model with Transformers' own attention.
         tokenizer: tokenizer of the model, whose chat template takes tools.
         questions: number of questions.
-        length: least number of tokens of the functions and turns; None is the task's own.
+        length: minimum number of tokens of the functions and turns; None is the task's default.
         labels: methods besides the dense cache.
     """
     groups: dict[tuple[int, ...], list[Case]] = {}

@@ -1,16 +1,15 @@
-"""A context that grows through a fixed budget: bytes, loss, facts and times of steps, at some lengths.
+"""A context that grows past a fixed budget: bytes, loss, facts and step times at several lengths.
 
-The budget is what the final preset holds at the last length, and `--margin` more. Four caches read the same text in
-turns: until full (precise, then lowered), the preset from the start without a budget, tokens pruned for the same
-budget, and lossless storage, whose KL is the floor of the dtype. Where heads were measured, the preset is a precision
-for each head. At each length copies of the caches read the next tokens, whose logits are compared with those of a
-dense cache that read the same turns, and are asked for all facts that the text has stated so far. Steps of the first
-two are timed in turns.
+The budget is what the final preset holds at the last length, plus `--margin`. Four caches read the same text in turns:
+until full (precise, then lowered), the preset from the start without a budget, tokens pruned for the same budget, and
+lossless storage, whose KL is the dtype's floor. If heads were measured, the preset has a precision for each head. At
+each length, copies of the caches read the next tokens, whose logits are compared with those of a dense cache that read
+the same turns, and are asked for all facts stated so far. Steps of the first two are timed in turns.
 
     python benchmarks/quality/until_full.py --model smollm2 --lengths 256,512,1024 --output until_full.json
-    python benchmarks/quality/until_full.py --plot until_full.png --output until_full.json  # of what was measured
+    python benchmarks/quality/until_full.py --plot until_full.png --output until_full.json  # plots the results
 
-Without a model it prints a table as well.
+Without a model, it also prints a table.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DENSE, FULL = "dense", "until full"
 
 @dataclass(frozen=True)
 class Method:
-    """A cache's configuration by name; None is the dense cache."""
+    """A cache's configuration and name; None is the dense cache."""
 
     name: str
     config: DiffKVConfig | None
@@ -63,7 +62,7 @@ class Document:
 
     Attributes:
         ids: int64 [1, tokens].
-        facts: question and answer of each fact, as ids, and the number of tokens after which it was stated.
+        facts: question and answer of each fact, as ids, and the number of tokens after which it is stated.
     """
 
     ids: Tensor
@@ -72,7 +71,7 @@ class Document:
 
 @torch.no_grad()
 def read(model: PreTrainedModel, cache: Any, ids: Tensor, turn: int = NEXT) -> Tensor:
-    """Feeds ids [1, n] in turns of `turn` tokens; the last turn's logits, [tokens, vocabulary]."""
+    """Feeds ids [1, n] in turns of `turn` tokens; returns the last turn's logits, [tokens, vocabulary]."""
     model.set_attn_implementation("sdpa" if type(cache) is DynamicCache else "diffkv")
     for part in ids.split(turn, dim=1):
         logits = model(part, **passing(cache), use_cache=True).logits[0]
@@ -80,7 +79,7 @@ def read(model: PreTrainedModel, cache: Any, ids: Tensor, turn: int = NEXT) -> T
 
 
 def document_of(tokenizer: Any, text: Tensor, lengths: list[int], seed: int) -> Document:
-    """Puts `FACTS` facts between the tokens of a text, int64 [n], before each of the lengths."""
+    """Inserts `FACTS` facts into the tokens of a text, int64 [n], before each of the lengths."""
     rng = random.Random(f"until full/{seed}")
     words, meanings = distinct(rng, FACTS * len(lengths)), rng.sample(OBJECTS, min(len(OBJECTS), FACTS * len(lengths)))
     ids: list[int] = []
@@ -103,7 +102,7 @@ def document_of(tokenizer: Any, text: Tensor, lengths: list[int], seed: int) -> 
 
 
 def answers(model: PreTrainedModel, cache: Any, document: Document, length: int) -> list[bool]:
-    """Asks copies of the cache for the facts of its first `length` tokens, and says which answers are right."""
+    """Asks copies of the cache for the facts in its first `length` tokens, and returns which answers are right."""
     right = []
     for question, answer, stated in document.facts:
         if stated <= length:
@@ -114,7 +113,7 @@ def answers(model: PreTrainedModel, cache: Any, document: Document, length: int)
 
 
 def step_times(model: PreTrainedModel, caches: list[Any], ids: Tensor, steps: int) -> list[float]:
-    """Runs steps of copies of the caches in turns; the median seconds of each."""
+    """Runs steps of copies of the caches in turns; returns the median seconds of each."""
     caches, seconds = [copy.deepcopy(cache) for cache in caches], [[] for _ in caches]
     for token in ids[:, :steps].split(1, dim=1):
         for cache, taken in zip(caches, seconds):
@@ -125,7 +124,7 @@ def step_times(model: PreTrainedModel, caches: list[Any], ids: Tensor, steps: in
 
 
 def report(cache: Any) -> dict[str, Any]:
-    """What a compressed cache says of itself."""
+    """Returns what a compressed cache reports about itself."""
     memory = cache.memory()
     names = [precision for layer in memory.layers for precision in layer.precisions]
     return {
@@ -136,7 +135,7 @@ def report(cache: Any) -> dict[str, Any]:
 
 
 def methods(model: PreTrainedModel, ids: Tensor, options: argparse.Namespace) -> list[Method]:
-    """The four caches; measures what the preset holds at the end for the budget."""
+    """The four caches; the budget follows from what the preset holds at the end."""
     final = DiffKVConfig.for_model(model, preset=options.preset)
     cache = DiffKVCache(model, final)
     read(model, cache, ids, options.turn)
@@ -152,7 +151,7 @@ def methods(model: PreTrainedModel, ids: Tensor, options: argparse.Namespace) ->
 def measured(
     model: PreTrainedModel, document: Document, lengths: list[int], options: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
-    """Grows all caches of a document together, and measures them at each length."""
+    """Grows all caches of a document together and measures them at each length."""
     found: dict[str, list[dict[str, Any]]] = {}
     every = [Method(DENSE, None), *methods(model, document.ids, options)]
     caches = {method.name: method.cache(model) for method in every}
@@ -190,7 +189,7 @@ def measured(
 
 
 def plot(methods: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
-    """Draws bytes and KL over the length of the context, the means over documents."""
+    """Draws bytes and KL over the context length, as means over documents."""
     figure = new_figure(9, 3.6)
     panels = (
         ("MB held", lambda entry: entry["bytes"] / 1e6),
@@ -212,7 +211,7 @@ def plot(methods: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
 
 
 def table(methods: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """Markdown: MB held, KL, facts and milliseconds of a step at each length, means and sums over documents."""
+    """Markdown table: MB held, KL, facts and step milliseconds at each length, as means and sums over documents."""
     names = list(methods)
     lines = [["tokens", *(f"{name}: {what}" for name in names for what in ("MB", "KL", "facts", "ms a step"))]]
     for columns in zip(*(zip(*methods[name]) for name in names)):

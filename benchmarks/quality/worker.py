@@ -1,4 +1,4 @@
-"""Runs a job of `isolated.py`, which comes on standard input, within another environment."""
+"""Runs a job of `isolated.py` from standard input within another environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> int:
 
 def work(job: dict[str, Any]) -> None:
     """Runs the methods of a job on its documents. Raises `EvaluationError` if they cannot be run."""
-    # registers the methods beside the library's
+    # adds these methods to the library's
     import methods as methods
 
     from hf_diffkv.evaluation.methods import get_method

@@ -1,4 +1,4 @@
-"""Shared by the tests of the benchmarks: loads their scripts."""
+"""Shared by the benchmark tests: loads their scripts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @contextmanager
 def loading() -> Iterator[Callable[[str], ModuleType]]:
-    """Yields a function that imports a script; forgets afterwards what was imported, and the methods it registered."""
+    """Yields a function that imports a script; afterwards, forgets the imports and the methods they registered."""
     METHODS.names()
     threads, path, known = torch.get_num_threads(), list(sys.path), dict(METHODS._entries)
     sys.path[:0] = [str(FOLDER), str(FOLDER / "quality")]
     yield importlib.import_module
     sys.path[:] = path
-    # scripts choose their own
+    # scripts set their own
     torch.set_num_threads(threads)
     METHODS._entries = known
     for file in FOLDER.rglob("*.py"):
@@ -43,7 +43,7 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[ModuleType]:
-    """The script `peers.py`, whose methods are registered meanwhile."""
+    """The script `peers.py`, with its methods registered meanwhile."""
     with loading() as load:
         yield load("peers")
 
@@ -56,7 +56,7 @@ def isolated(peers: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str, Callable], str]:
-    """Function that has a script write its report between the marks of a document, and returns the document's text."""
+    """Function that makes a script write its report between a document's marks, and returns the document's text."""
 
     def report(module: ModuleType, mark: str, write: Callable[[], None]) -> str:
         document = tmp_path / "document.md"

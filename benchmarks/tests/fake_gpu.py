@@ -1,4 +1,4 @@
-"""Stands in for a GPU where the benchmarks talk to it: events, graphs, free memory and the profiler."""
+"""Stands in for a GPU where the benchmarks use it: events, graphs, free memory and the profiler."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# what the fake clock adds for an event, and for each operator of a graph that is replayed
+# what the fake clock adds for an event, and for each operator of a replayed graph
 EVENT_US, OPERATOR_US = 1000, 1
 
 
 class FakeGpu:
-    """A GPU as benchmarks see it.
+    """A GPU as seen by benchmarks.
 
-    Its clock is no clock of the host: replays do nothing, so the host would time noise.
+    Its clock is not the host's, because replays do nothing, and the host would time noise.
 
     Attributes:
-        free: bytes of memory that are free.
-        clock_us: microseconds since the start, see `EVENT_US` and `OPERATOR_US`.
-        kernels: microseconds of each kernel that the profiler sees from its start to its stop.
-        replayed: number of every graph that was replayed, in order.
+        free: bytes of free memory.
+        clock_us: microseconds since the start; see `EVENT_US` and `OPERATOR_US`.
+        kernels: microseconds of each kernel that the profiler sees between start and stop.
+        replayed: number of each replayed graph, in order.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, measure: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Stands for llama.cpp in tests: its caches are those of this library's methods on tiny-lm."""
+"""Stands in for llama.cpp in tests: its caches use this library's methods on tiny-lm."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hf_diffkv.evaluation.methods import get_method
 from hf_diffkv.evaluation.session import Session
 
 LAYERS, HEADS, DIM = 6, 2, 64
-# the methods in whose place types are measured
+# the methods that stand in for the types
 STAND_INS = {"f16": "dense", "q8_0": "diffkv:K8V8", "q4_0": "diffkv:K4V2"}
 
 
 class StandIn:
-    """Stands for a `LlamaCpp`.
+    """Stands in for a `LlamaCpp`.
 
     Args:
         model: tiny-lm.
-        prompt_tokens: number of tokens after which memory is asked for; None is any.
+        prompt_tokens: number of tokens after which memory is requested; None allows any.
 
     Attributes:
-        broken: types that cannot be had.
-        made: types of the caches made, in their order.
+        broken: types that are unavailable.
+        made: types of the caches made, in order.
         open: number of caches that were not closed.
     """
 
@@ -47,7 +47,7 @@ class StandIn:
 
 
 class StandInCache:
-    """Stands for a `LlamaCache` of at most `capacity` tokens."""
+    """Stands in for a `LlamaCache` of at most `capacity` tokens."""
 
     def __init__(self, program: StandIn, session: Session, types: Any, capacity: int) -> None:
         self.program, self.session, self.types, self.capacity = program, session, types, capacity

@@ -1,4 +1,4 @@
-"""Tiny random models, and a tokenizer of single bytes."""
+"""Tiny random models, and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, the special ones, and `<think>` and `</think>` as ordinary ones."""
+    """A token for each byte, the special tokens, and `<think>` and `</think>` as ordinary ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Pictures of what the heads of a model attend to."""
+"""Plots of what a model's heads attend to."""
 
 from __future__ import annotations
 

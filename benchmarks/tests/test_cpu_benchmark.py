@@ -1,4 +1,4 @@
-"""The decode benchmark on a CPU, on tiny-lm with a few tokens: that it fills, checks, times and reports."""
+"""The decode benchmark on a CPU, with tiny-lm and a few tokens: filling, checks, timing and reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_all_caches_in_turns(script, tmp_path: Path, capsys: pytest.CaptureFixtu
     module, output = script("decode_cpu"), tmp_path / "decode_cpu.jsonl"
     output.write_text('{"context": 1024, "cache": "of an older format"}\n')
     options = ["--models", "tiny-lm", "--contexts", "90", "150", "--large-batch", "3", "90", "--steps", "2"]
-    # threads that share a processor wait for each other, so one will do
+    # threads that share a processor wait for each other, so one is enough
     module.main([*options, "--threads", "1", "--output", str(output)])
     rows = [json.loads(line) for line in output.read_text().splitlines()[1:]]
     names = list(script("cpu_caches").DIFFKV)
@@ -42,7 +42,7 @@ def test_all_caches_in_turns(script, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_filled_cache_holds_the_given_keys(script) -> None:
-    """Reads the keys back from a cache that loses nothing, and has the next step attend to them."""
+    """Reads the keys back from a lossless cache, and lets the next step attend to them."""
     module = script("cpu_caches")
     model = module.load_model("tiny-lm", torch.float32, layers=1)
     tokens = module.Tokens.draw(model, 2, 100)

@@ -1,4 +1,4 @@
-"""Stacks side by side on a CPU: turns with stand-ins for the workers, the worker of Transformers, and the tables."""
+"""Comparing stacks on a CPU: turns with stand-ins for the workers, the Transformers worker, and the tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ serve(StandIn)
 
 @pytest.fixture
 def stack(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, whose processes are stand-ins that note in `log` what they are sent; `dies` names one that ends."""
+    """The script, with processes replaced by stand-ins that log what they are sent; the one that `dies` names exits."""
     module = script("cpu_stack")
     module.log, module.dies = tmp_path / "log", ""
 
@@ -65,13 +65,13 @@ def test_all_read_one_prompt_and_take_the_same_tokens_in_turns(stack: ModuleType
     rows = run(stack, tmp_path / "rows.jsonl", "--weights", "bfloat16", "GGUF", "--caches", "balanced", "q8_0")
     prompts = ["balanced 0,1,2,3,4", "q8_0 0,1,2,3,4"]
     first = [f"{name} {token}" for name in ("balanced", "q8_0") for token in (5, 6, 7)]
-    # the other one begins the second turn
+    # the other one starts the second turn
     second = [f"{name} {token}" for name in ("q8_0", "balanced") for token in (8, 9, 10)]
     assert stack.log.read_text().splitlines() == prompts + first + second
     assert [(row["stack"], row["cache"]) for row in rows] == [("Transformers", "balanced"), ("llama.cpp", "q8_0")]
     for row in rows:
         assert (row["model"], row["tokens"], row["threads"], row["next"]) == ("m", 5, 1, 7)
-        # the first of the three of each turn is not timed
+        # the first of the three in each turn is not timed
         assert row["steps"] == 4 and 0 < row["step_min_ms"] <= row["step_ms"]
         assert (
             row["cache_bytes"] == 110
@@ -86,7 +86,7 @@ def test_what_is_measured_is_left_out(stack: ModuleType, tmp_path: Path, capsys:
     assert len(run(stack, output, "--caches", "q8_0")) == 1
     assert len(run(stack, output, "--caches", "q8_0")) == 1
     assert "m, 5 tokens: measured already" in capsys.readouterr().out
-    # all of a case are timed together
+    # all stacks of a case are timed together
     assert len(run(stack, output, "--caches", "q8_0", "q4_0")) == 3
     assert len(run(stack, output, "--caches", "q8_0", "--again")) == 4
     lines = output.read_text().splitlines()
@@ -178,7 +178,7 @@ def test_the_documents_have_the_tables_of_the_results(script) -> None:
     for document in report.DOCUMENTS:
         text = document.read_text()
         assert len(report.BLOCK.findall(text)) == text.count("<!-- cpu_stack: ") > 0
-        # a table without its end would swallow the next one
+        # a table without its end marker would swallow the next one
         assert text.count("<!-- end -->") == len(re.findall(r"<!-- (cpu_stack|study|field): ", text))
         made = report.filled(text, report.read(module.RESULTS))
         assert text == made, "python benchmarks/cpu_stack.py --table --document"

@@ -1,4 +1,4 @@
-"""Generation behind what is in the cache already: one forward per token as the yardstick, dropped tokens."""
+"""Generation after what the cache already holds: one forward per token as the reference, dropped tokens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 @torch.no_grad()
 def greedy(model: Any, cache: Any, parts: list[list[int]], steps: int = STEPS) -> list[int]:
-    """Likeliest tokens behind `parts`, each of which is one forward of the model as it is."""
+    """Most likely tokens after `parts`, each of which is one forward of the unmodified model."""
     start, written = 0, []
     queue = list(parts)
     while len(written) < steps:
@@ -133,7 +133,7 @@ def test_forwards_write_what_generate_writes(
 def test_the_end_of_text(generate: Any, llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     question = ids_of(tokenizer, QUESTIONS[1])
     written = greedy(llama, DynamicCache(), [question], 20)
-    # an end of text in the middle of what the model writes
+    # an end-of-text token in the middle of the output
     monkeypatch.setattr(llama.generation_config, "eos_token_id", [9999, written[7]])
     end = written.index(written[7]) + 1
     for drops in (False, True):
@@ -144,7 +144,7 @@ def test_the_end_of_text(generate: Any, llama: Any, tokenizer: Any, monkeypatch:
 
 
 class Dropping(Method):
-    """Keeps the first and the newest tokens of the prompt and counts no others, as kvpress does."""
+    """Keeps the first and the newest tokens of the prompt and does not count the others, as kvpress does."""
 
     drops_tokens = True
     first, newest = 4, 16
@@ -157,7 +157,7 @@ class Dropping(Method):
 
 
 class _Drop:
-    """Drops tokens of every layer right after it attended to them."""
+    """Drops tokens of every layer right after the layer attended to them."""
 
     def __init__(self, method: Dropping, model: Any, prompt: bool) -> None:
         self.method, self.model, self.prompt, self.handles = method, model, prompt, []
@@ -184,7 +184,7 @@ def test_dropped_tokens_keep_the_positions_of_others(generate: Any, model: Any, 
     session.forward(context)
     written = generate(session, question, STEPS)
     assert session.cache.get_seq_length() == 20 + len(question) + STEPS - 1
-    # one dense forward per token over everything, in which what follows the context does not see what was dropped
+    # one dense forward per token over everything, in which tokens after the context do not see the dropped ones
     ids, size = [*context, *question], len(context)
     for _ in range(STEPS):
         mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()

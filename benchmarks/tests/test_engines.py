@@ -1,4 +1,4 @@
-"""Other projects' attention in the benchmark: what their kernels would be given, by stand-ins with their arguments."""
+"""Other projects' attention in the benchmark: what their kernels receive, checked by stand-ins of equal signature."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Wrapper:
-    """Stands for FlashInfer's wrapper, over pages [pages, heads, tokens, dim]."""
+    """Stands in for FlashInfer's wrapper, over pages [pages, heads, tokens, dim]."""
 
     def __init__(self, workspace: Tensor, layout: str, use_tensor_cores: bool) -> None:
         assert layout == "HND" and workspace.dtype == torch.uint8 and use_tensor_cores

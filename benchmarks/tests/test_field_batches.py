@@ -1,4 +1,4 @@
-"""Cases of the field's tasks that are answered at once."""
+"""Field task cases that are answered together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measuring(script: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.fixture
 def cases(measuring: ModuleType, code: Any) -> list[Any]:
-    """Prompts of unlike lengths, whose answers end at unlike lengths."""
+    """Prompts of different lengths, whose answers end at different lengths."""
     # answers are four digits
     ends, made = tuple(code("\n4").input_ids), []
     for number, (length, key) in enumerate(((900, "sky"), (500, "oak"), (700, "ice"), (300, "sky"))):
@@ -56,7 +56,7 @@ def test_batches(script: Callable[[str], ModuleType], cases: list[Any]) -> None:
 
 @pytest.mark.parametrize("label", ["dense", "diffkv", "diffkv:lossless"])
 def test_answers_of_a_batch(script: Callable[[str], ModuleType], tiny_lm: Any, cases: list[Any], label: str) -> None:
-    """Are those of each case alone, and each has its share of the batch's bytes."""
+    """They equal those of each case alone, and each gets its share of the batch's bytes."""
     method, per_token = get_method(label), 2 * 4 * sum(_widths(tiny_lm))
     found = script("field_tasks.batches").answer_together(tiny_lm, method, cases, per_token)
     longest = max(len(case.ids) for case in cases) + max(len(answer.ids) for answer in found) - 1
@@ -82,7 +82,7 @@ def _widths(model: Any) -> list[int]:
 def test_a_run_in_batches_continues(
     measuring: ModuleType, tiny_lm: Any, code: Any, cases: list[Any], tmp_path: Path
 ) -> None:
-    """Later runs leave out what is done."""
+    """Later runs skip what is done."""
     records, methods = measuring.Records(tmp_path), [get_method("dense"), get_method("diffkv")]
     measuring.measure(tiny_lm, code, methods, cases[:1], records, quiet=True)
     measuring.measure(tiny_lm, code, methods, cases, records, batch=4, quiet=True)

@@ -1,4 +1,4 @@
-"""Runs of the field's tasks on a tiny chat model: continuing, joining answers, and prompts that methods share."""
+"""Runs of field tasks on a tiny chat model: resuming, joining answers, and shared prompts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_records(measuring: ModuleType, model: Any, tokenizer: Any, cases: list[
     methods = [get_method("dense"), get_method("diffkv")]
     measuring.measure(model, tokenizer, methods, cases[:2], measuring.Records(tmp_path), quiet=True)
     found = lines_of(tmp_path)
-    # both methods on a case before the next one
+    # both methods run on a case before the next one
     assert [(line["document"], line["method"]) for line in found] == [
         ("200/0", "dense"),
         ("200/0", "diffkv"),
@@ -83,7 +83,7 @@ def test_a_run_continues(measuring: ModuleType, model: Any, tokenizer: Any, case
     measuring.measure(model, tokenizer, [dense], cases[:2], records, quiet=True)
     path = tmp_path / "vt.jsonl"
     whole = path.read_bytes()
-    # a run that was killed while it wrote
+    # a run that was killed while writing
     path.write_bytes(whole[:-20])
     measuring.measure(model, tokenizer, [dense, diffkv], cases, records, quiet=True)
     found = lines_of(tmp_path)
@@ -120,7 +120,7 @@ def test_a_method_that_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gets a line that says why, and is run again if that is asked for."""
+    """Gets a line that gives the reason, and is run again on request."""
     records, method = measuring.Records(tmp_path), get_method("diffkv")
     with monkeypatch.context() as broken:
         broken.setattr(type(method), "new_cache", lambda *ignored: 1 / 0)
@@ -135,7 +135,7 @@ def test_a_method_that_fails(
 def test_earlier_turns_are_read_once(
     measuring: ModuleType, model: Any, tokenizer: Any, label: str, uncompiled_quanto: None
 ) -> None:
-    """And continued as by a session that read both parts."""
+    """They are continued as in a session that read both parts."""
     method = get_method(label)
     earlier, ends = tuple(tokenizer(TEXT).input_ids), (tokenizer.eos_token_id,)
     asked = [tuple(tokenizer(f"Question {number}?").input_ids) for number in range(2)]
@@ -182,7 +182,7 @@ SHARING = ["dense", "diffkv", "diffkv:small", "diffkv:quality", "diffkv:3/0.5", 
 def test_a_shared_prompt_is_a_method_s_own(
     script: Callable[[str], ModuleType], tiny_lm: Any, label: str, uncompiled_quanto: None
 ) -> None:
-    """What the cache then holds, the text it gives and the logits behind it are those of its own prompt."""
+    """The cache contents, the generated text and the logits after it match those of the method's own prompt."""
     shared_prompts, answers = script("field_tasks.shared_prompts"), script("field_tasks.answers")
     code, method = AutoTokenizer.from_pretrained(TINY_LM), get_method(label)
     assert shared_prompts.can_share(method, tiny_lm)
@@ -205,7 +205,7 @@ def test_a_shared_prompt_is_a_method_s_own(
 
 
 def _nearly_all_equal(mine: Any, theirs: Any) -> bool:
-    """Whether two layers hold the same keys and values: rounding may move few of them to a neighbouring code."""
+    """Whether two layers hold the same keys and values; rounding may move a few of them to a neighbouring code."""
     pairs = list(zip(_held(mine), _held(theirs)))
     assert all(a.numel() > 1000 for a, _ in pairs)
     return all(
@@ -214,7 +214,7 @@ def _nearly_all_equal(mine: Any, theirs: Any) -> bool:
 
 
 def _held(layer: Any) -> list[torch.Tensor]:
-    """Keys and values of a layer; quantised ones by themselves, without the residual."""
+    """Keys and values of a layer; quantised ones on their own, without the residual."""
     if hasattr(layer, "_quantized_keys"):
         return [layer._dequantize(part) for part in (layer._quantized_keys, layer._quantized_values)]
     return [layer.keys, layer.values]

@@ -1,4 +1,4 @@
-"""Prompts and scores of the field's tasks, on made-up lines in the form of the wheels'."""
+"""Prompts and scores of field tasks, on made-up lines in the format of the wheels."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ruler_counts_references(tasks: ModuleType) -> None:
     any_of = case(tasks, "qa_1", outputs=["the Rhine", "Rhine river"])
     assert score(any_of, "It is the rhine\x07.") == 1.0
     assert score(any_of, "It is the Danube.") == 0.0
-    # a control character separates what it stands between
+    # a control character separates its neighbours
     assert score(case(tasks, "vt", outputs=["AB"]), "A\x01B") == 0.0
 
 
@@ -145,7 +145,7 @@ def test_a_function_to_write(tasks: ModuleType, tokenizer: Any) -> None:
         ("    return math.pi * r * r\n```\nThis is no Python.", 1.0),
         ("    return 3 * r * r\n", 0.0),
         ("    return math.pi * r *", 0.0),
-        # the whole function anew
+        # the whole function again
         ("def area(r):\n    return math.pi * r**2\n", 1.0),
         ("def square(r):\n    return math.pi * r**2\n", 0.0),
         ("", 0.0),

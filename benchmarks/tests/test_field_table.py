@@ -1,4 +1,4 @@
-"""Tables of the field's records: means, paired differences and their intervals."""
+"""Tables of field task records: means, paired differences and their intervals."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_paired_differences(tables: ModuleType) -> None:
     found = tables.difference(mine, dense)
     assert (found.better, found.worse) == (2, 8)
     assert found.estimate.mean == pytest.approx(-6 / 40)
-    # of the mean of 40 differences with standard deviation 0.477: 1.96 of them are 0.148
+    # for the mean of 40 differences with standard deviation 0.477, 1.96 standard errors are 0.148
     assert found.estimate.low == pytest.approx(-0.15 - 0.148, abs=0.03)
     assert found.estimate.high == pytest.approx(-0.15 + 0.148, abs=0.03)
-    # cases in another order are the same pairs
+    # cases in another order form the same pairs
     assert tables.difference(mine[::-1], dense).estimate.mean == found.estimate.mean
 
 
@@ -99,7 +99,7 @@ def test_rows_that_are_asked_for(tables: ModuleType) -> None:
     found = [*records("diffkv", [1.0]), *records("quanto:4", [1.0]), *records("dense", [1.0])]
     rows = [line.split(" | ")[0] for line in tables.tables(found, ["quanto:4", "diffkv"]).splitlines()[4:]]
     assert rows == ["| `quanto:4`", "| `diffkv`"]
-    # the reference counts without a row of its own
+    # the reference counts even without its own row
     assert "+0.0 (+0.0 to +0.0)" in tables.tables(found, ["diffkv"])
 
 
@@ -114,7 +114,7 @@ def test_a_summary_has_groups_of_tasks_and_the_mean_over_tasks(tables: ModuleTyp
     )
     # 1 / 8, .75 / 3, (1 + .5) / 2, and (1 + .75 + 1.5) / 13
     assert lines[2] == "| `dense` | 50.0% | 12.5 | 25.0 | 75.0 | 25.0 | - | - | 20 | 14 |"
-    # a group without one of its tasks has no mean
+    # a group that lacks one of its tasks has no mean
     assert tables.summary(found, ["dense"]).splitlines()[2].startswith("| `dense` | 50.0% | 12.5 | 25.0 | - | - |")
 
 

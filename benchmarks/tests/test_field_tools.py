@@ -1,4 +1,4 @@
-"""Tool calls of BFCL: prompts with functions and calls, scores and losses, on made-up lines in the wheel's form."""
+"""BFCL tool calls: prompts with functions and calls, scores and losses, on made-up lines in the wheel's format."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def test_cases(bfcl: ModuleType, tokenizer: Any) -> None:
     assert (
         text.count("Tells ") == 2 and text.endswith('<|user|>Rain 12?</s><|assistant|>{"name": "') and not alone.earlier
     )
-    # types as JSON schemas have them
+    # types as in JSON Schema
     assert '"type": "object"' in text and '"type": "number"' in text and "dict" not in text and "float" not in text
     assert tokenizer.decode(list(behind.ids)) == '<|user|>Rain 12?</s><|assistant|>{"name": "'
     assert bfcl.score(behind, 'weather.get_12", "arguments": {"city": "C12"}}</call>') == 1.0
     assert bfcl.score(behind, 'weather.get_11", "arguments": {"city": "C12"}}') == 0.0
     earlier = tokenizer.decode(list(behind.earlier))
     assert len(behind.earlier) >= 3000 and all(f"Tells noise_{number}." in earlier for number in range(10, 20))
-    # calls of other groups are shown, without what may be left out
+    # calls of other groups are shown, without optional arguments
     call = '<|user|>Rain 20?</s><|assistant|>{"name": "weather.get_20", "arguments": {"city": "C20"}}</s>'
     assert call + f"<|tool|>{bfcl.RESULT}</s><|assistant|>{bfcl.COMMENT}</s>" in earlier
     assert not any(f"Rain {number}?" in earlier for number in range(10, 20))
     assert alone.solution == behind.solution == 'weather.get_12", "arguments": {"city": "C12"}}</s>'
-    # one beginning for a group
+    # one prefix for each group
     assert len({case.earlier for case in found[25:]}) == 3
     assert [case.name for case in made(bfcl, tokenizer, tasks=("bfcl",), samples=2)] == ["p_0", "p_1"]
 

@@ -1,4 +1,4 @@
-"""The gallery of methods: what the generator makes of the committed results, and what its page does in a browser."""
+"""The gallery of methods: what the generator makes of the committed results, and how its page behaves in a browser."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_submitted_record_appears(gallery: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1280, "light")])
 @pytest.mark.sampled(100)
 def test_the_page_in_a_browser(width: int, scheme: str) -> None:
-    """Opens the page from a file, filters, sorts and draws, and checks that nothing lies beyond the window's edge."""
+    """Opens the page from a file, filters, sorts and draws, and checks that nothing extends past the window's edge."""
     with launched() as browser:
         page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
         complaints: list[str] = []
@@ -116,7 +116,7 @@ def test_the_page_in_a_browser(width: int, scheme: str) -> None:
         assert said.startswith(f"quanto:4, dictionary: {float(row['bytes']):.1f} % of the bytes")
         page.get_by_label("method has").fill("")
         page.get_by_label("task").select_option("text")
-        # a text has no answers, so the plot is of KL, without the dense cache
+        # a text has no answers, so the plot shows KL, without the dense cache
         assert page.get_by_label("plot").input_value() == "kl"
         assert page.locator("#plot circle").count() == len(expected(model="smollm2", task="text")) - 1
         page.get_by_label("model").select_option("gemma3-270m")

@@ -1,4 +1,4 @@
-"""The GPU benchmarks at tiny size on a CPU: that they run, check what they time, and that tables are made of it."""
+"""The GPU benchmarks at tiny size on a CPU: they run, check what they time, and produce tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_attention(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert {row["commit"] for row in rows} == {"abc123"}
     assert [row["name"] for row in rows if row["kind"] == "compressed"] == list(module.CONFIGS)
     assert all(row["error"] < 1e-4 and row["us"] > 0 and row["speed_up"] > 0 for row in rows if "speed_up" in row)
-    # the same tokens take fewer bytes at fewer bits
+    # the same tokens use fewer bytes at fewer bits
     sizes = {row["name"]: row["bytes"] for row in rows if row["kind"] == "compressed"}
     (converted,) = (row for row in rows if row["kind"] == "fp8 converted")
     (alone,) = (row for row in rows if row["kind"] == "read")
@@ -71,7 +71,7 @@ def test_settings_of_the_kernel(
 
 
 def test_splits_of_one_request(script, tmp_path: Path) -> None:
-    """Settings stay as shipped, and rows are cut into all the default number of splits, half of it, and a quarter."""
+    """Settings stay as shipped, and rows are split into the default number of splits, half of it, and a quarter."""
     module, sweep, rows = script("attention_gpu"), script("sweep"), script("rows").RandomRows
     session = script("measure").Session(
         SimpleNamespace(device="cpu", repeats=1, output=tmp_path / "one.jsonl", commit=None, seconds=60)
@@ -154,7 +154,7 @@ def test_prompt(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.slow
 def test_latents(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """All ways have the output of float32, fewer bits with larger errors."""
+    """All variants match the float32 output; fewer bits give larger errors."""
     module = script("latent_gpu")
     rows = run(module, tmp_path / "latent_gpu.jsonl", "--shapes", "deepseek")
     errors = {row["cache"]: row["error"] for row in rows}
@@ -200,7 +200,7 @@ def test_decode(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert all(row["warm_up_seconds"] > 0 for row in lengths)
     assert all(row["config"]["alpha_high"] == 1 for row in lengths + budgets if row["cache"].startswith("DiffKV"))
     assert all((row["compaction_us"] != 0) == row["cache"].startswith("DiffKV") for row in lengths if "ratio" in row)
-    # a longer cache of the same bytes has room for more requests where it is compressed
+    # with equal bytes, more requests fit if the cache is compressed
     batches = {row["cache"]: row["batch"] for row in budgets}
     assert batches["DiffKV 1/0"] >= batches["DynamicCache"] > 1
     script("tables").main(["--results", str(tmp_path), "--plots"])
@@ -218,7 +218,7 @@ def test_a_lossy_cache_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_lean_attention_is_the_models_own(script) -> None:
-    """Compares the logits of a prompt and of steps of a model with grouped queries."""
+    """Compares the logits of a prompt and of steps, for a model with grouped queries."""
     lean = script("lean")
     lean.register()
     model = tiny_model("llama")

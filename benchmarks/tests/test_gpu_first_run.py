@@ -21,7 +21,7 @@ def lines(path: Path) -> list[dict]:
 
 def test_what_fails_ends_its_part_alone(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     module = script("gpu_first_run")
-    # the child of the one that hangs holds its output open
+    # the child of the hanging process keeps its output open
     hang = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     programs = {
         "tests": {"kernels": "print('seen'); raise SystemExit(3)", "models": hang, "graphs": "never started"},
@@ -66,14 +66,14 @@ def test_minutes_are_shared_by_the_wanted_parts(script) -> None:
 
 
 def test_all_parts_take_what_they_are_given(script, tmp_path: Path) -> None:
-    """Each benchmark's arguments are its own, and all tests are among those that run."""
+    """Each benchmark accepts its arguments, and all tests are among those that run."""
     module = script("gpu_first_run")
     assert sum(part.limit for part in module.PARTS.values()) <= 25 * 60
     assert list(module.PARTS)[:5] == ["tests", "attention", "budget", "first-token", "compaction"]
     files = [f"test_{name}_on_gpu.py" for name in " ".join(module.PARTS["tests"].arguments).split()]
     assert sorted(files) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
     assert files[0] == "test_kernels_on_gpu.py"
-    # which measures the device's memory
+    # the test that measures the device's memory
     assert module.PARTS["tests"].arguments[-1] == "memory"
     threads = torch.get_num_threads()
     for part in module.PARTS.values():

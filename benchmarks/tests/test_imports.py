@@ -1,4 +1,4 @@
-"""Scripts of benchmarks import one another by bare names, where import-linter does not look."""
+"""Benchmark scripts import one another by bare name, which import-linter does not check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[1]
 
 
 def imported(source: str) -> set[str]:
-    """Returns the modules that a script imports, at any depth and for type checking as well."""
+    """Returns the modules that a script imports, at any depth and including imports for type checking."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

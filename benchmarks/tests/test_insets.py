@@ -1,4 +1,4 @@
-"""The library's insets against the rows that they were made by."""
+"""The library's insets against the rows from which they were computed."""
 
 from __future__ import annotations
 

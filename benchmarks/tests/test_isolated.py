@@ -1,4 +1,4 @@
-"""Methods in an environment of their own, which is made up here: this Python, with another method of that name."""
+"""Methods in a separate environment, which is faked here: this Python, with another method of that name."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ WORKER = """
 
 @pytest.fixture
 def environment(isolated: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the environment kvpress, whose Python runs a given program whatever it is asked to."""
+    """Makes the environment kvpress, whose Python runs a given program whatever the request."""
     monkeypatch.setattr(isolated, "ENVIRONMENTS", tmp_path / "envs")
-    # which take longer than all the rest
+    # plots, which take longer than everything else
     monkeypatch.setattr(report, "plot_tasks", lambda records, folder: [])
     folder = tmp_path / "envs" / "kvpress"
 
@@ -46,7 +46,7 @@ def environment(isolated: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
         script = folder / "worker.py"
         script.write_text("import os, sys, time\n" + textwrap.dedent(program))
         python = folder / "bin" / "python"
-        # its arguments are part of what the tests look at
+        # its arguments are part of what the tests examine
         python.write_text(
             f'#!/bin/sh\necho "$PYTHONPATH" "$@" > {folder}/called\nexec {sys.executable} {script} "$@"\n'
         )
@@ -84,7 +84,7 @@ def test_a_document_is_the_same_for_a_process(name: str, script: Callable[[str],
 def test_an_environment_that_is_missing(
     evaluate: Callable[..., int], isolated: ModuleType, made: bool, environment: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """Or was not made to its end: the others run, and its row says what to do."""
+    """If it is missing or incomplete, the others run, and its row says what to do."""
     if made:
         (environment("") / isolated.READY_NAME).unlink()
     assert evaluate(tmp_path / "run") == 0
@@ -114,7 +114,7 @@ def test_records_of_both_join(
     before = (tmp_path / "run" / "environments" / "kvpress" / "records.jsonl").read_bytes()
     assert evaluate(tmp_path / "run") == 0
     assert (tmp_path / "run" / "environments" / "kvpress" / "records.jsonl").read_bytes() == before
-    # and what was measured is there without the environment
+    # and the results remain available without the environment
     (folder / isolated.READY_NAME).unlink()
     assert evaluate(tmp_path / "run", methods="dense") == 0
     assert f"| {PRESS} | 100.0% |" in (tmp_path / "run" / "table.md").read_text()

@@ -1,4 +1,4 @@
-"""Key biases: what is added is what the model adds, and keys are stored without it."""
+"""Key biases: the bias added back equals the model's, and keys are stored without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Centres of keys: errors are those of a dense computation, and a stretch's mean takes off what its tokens share."""
+"""Centres of keys: errors match a dense computation, and a stretch's mean removes what its tokens share."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_errors_of_logits(script: Callable[[str], ModuleType]) -> None:
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(HEADS, TOKENS, DIM, generator=generator)
     query = torch.randn(HEADS, 8, DIM, generator=generator)
-    # stretches far apart from each other
+    # stretches far apart from one another
     keys[:, 48:] += 50 * torch.randn(HEADS, 1, DIM, generator=generator)
     of_row = centres.logit_errors(query, keys, torch.zeros(()))
     of_stretches = centres.logit_errors(query, keys, centres.stretch_means(keys, 48))
     assert (of_stretches < of_row / 20).all()
-    # 4 bits between the ends of some 32 normal elements leave an error of a step's square over 12
+    # 4 bits between the ends of about 32 normal elements leave an error of the squared step over 12
     rest = keys - centres.stretch_means(keys, 48)
     step = (rest.amax(-1) - rest.amin(-1)) / 15
     expected = (query.square().sum(-1).mean(1)) * step.square().mean(1) / 12

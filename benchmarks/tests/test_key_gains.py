@@ -1,4 +1,4 @@
-"""Gains on normalised keys: the random model has those asked for, and more bits lose less."""
+"""Gains on normalised keys: the random model has the requested gains, and more bits lose less."""
 
 from __future__ import annotations
 

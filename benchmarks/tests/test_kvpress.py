@@ -1,4 +1,4 @@
-"""kvpress in its own environment: its presses on the same documents, counted by what they keep."""
+"""kvpress in its own environment: its presses on the same documents, measured by the tokens they keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NONE = [f"kvpress:{press}+0" for press in ("snapkv", "keydiff", "random", "pyram
 ADAKV = [f"kvpress:adakv-{press}+{RATIO}" for press in ("snapkv", "expected-attention")]
 EAGER = "kvpress:observed-attention+0"
 pytestmark = pytest.mark.usefixtures("peers")
-# another name for the same
+# another name for the same method
 AGAIN = f"kvpress:random+{RATIO}0"
 
 
@@ -67,7 +67,7 @@ def test_sliding_windows_are_refused(gemma: Any) -> None:
 
 
 def recall(tokenizer: Any) -> Document:
-    """Returns a document with facts between lines of code, which tiny-lm can recall."""
+    """Returns a document with facts between lines of code that tiny-lm can recall."""
     text = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()
     context = tokenizer(text).input_ids[:TOKENS]
     facts = re.findall(r"@(\w+)=(\d+)\n", tokenizer.decode(context))
@@ -117,12 +117,12 @@ def test_a_share_of_0_is_the_dense_cache(task: str, label: str, records: dict) -
     assert not record.simulated
     kl, count = record.metrics["kl"]
     assert record.metrics["top1"] == [count, count]
-    # AdaKV is asked one question at a time, which rounds otherwise
+    # AdaKV is asked one question at a time, which rounds differently
     assert kl <= (1e-6 * count if "adakv" in label and task == "key-value" else 0.0)
 
 
 def test_its_dense_cache_is_ours(records: dict, tokenizer: Any) -> None:
-    """Another Transformers, the same documents: the same distributions."""
+    """Another Transformers gives the same distributions on the same documents."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
     for task, document in (("key-value", recall(tokenizer)), ("text", code(tokenizer))):
         session = Session(model, get_method("dense"))
@@ -165,7 +165,7 @@ def test_facts_are_lost(records: dict) -> None:
     right, known = records["key-value", NONE[0]].metrics["right"]
     assert right == known >= 3
     assert records["key-value", EAGER].metrics["right"] == [right, known]
-    # what does not look at the facts, which stand out here
+    # presses that do not look at the facts, which stand out here
     for press in ("random", "streaming-llm"):
         assert records["key-value", f"kvpress:{press}+{RATIO}"].metrics["right"][0] < known
 

@@ -1,4 +1,4 @@
-"""Programs in a limited process: one that is right, ones that go wrong, and ones that reach outside."""
+"""Programs in a limited process: one that succeeds, several that fail, and some that reach outside."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_one_that_is_right(limited: ModuleType) -> None:
     [
         ("assert 1 == 2, 'not so'", "AssertionError: not so"),
         ("def f(:", "SyntaxError"),
-        # what ends early did not run to its end
+        # a program that exits early did not run to its end
         ("import sys\nsys.exit(0)", "SystemExit: 0"),
         ("import os\nos._exit(0)", "exit code 0"),
         ("print('0' * 32, flush=True)\nraise ValueError(1)", "ValueError: 1"),
@@ -76,12 +76,12 @@ def test_one_that_ignores_its_alarm(limited: ModuleType, monkeypatch: pytest.Mon
 def test_ones_that_reach_outside(limited: ModuleType, program: str) -> None:
     outcome = limited.run(program)
     assert not outcome.passed
-    # whoever asked for the address hides the error's name
+    # the caller that asked for the address hides the error's name
     assert "is refused" in outcome.reason
 
 
 def test_files(limited: ModuleType, tmp_path: Path) -> None:
-    """A program may write in its own folder, which is gone afterwards, and nowhere else."""
+    """A program may write only in its own folder, which is gone afterwards."""
     assert limited.run("open('mine', 'w').write('x')\nassert open('mine').read() == 'x'").passed
     assert not Path("mine").exists()
     kept = tmp_path / "kept"
@@ -99,7 +99,7 @@ def test_the_environment_stays_outside(limited: ModuleType, monkeypatch: pytest.
 
 
 def test_without_a_network(limited: ModuleType) -> None:
-    """The namespace has no interface that is up, where the kernel allows one."""
+    """The namespace has no interface that is up, if the kernel allows one."""
     program = "import os\nassert os.readlink('/proc/self/ns/net') != {here!r}"
     here = Path("/proc/self/ns/net")
     if not here.exists():

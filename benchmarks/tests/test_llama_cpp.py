@@ -1,4 +1,4 @@
-"""llama.cpp's caches: methods by name, and what the worker makes of documents, with PyTorch's models in its place."""
+"""llama.cpp's caches: methods by name, and the worker's results on documents, with PyTorch models standing in."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model() -> Any:
 
 
 def recall(tokenizer: Any) -> Document:
-    """Returns a document with facts between lines of code, which tiny-lm can recall."""
+    """Returns a document with facts between lines of code that tiny-lm can recall."""
     context = tokenizer(PROMPT).input_ids[:TOKENS]
     facts = re.findall(r"@(\w+)=(\d+)\n", tokenizer.decode(context))
     questions = tuple(
@@ -115,14 +115,14 @@ def test_workers_need_neither_pytorch_nor_transformers(name: str, worker: Module
 def test_logits_are_compared_as_by_pytorch(worker: ModuleType, positions: int) -> None:
     numbers = np.random.default_rng(positions)
     logits, reference = (numbers.normal(0, 5, (positions, 300)).astype(np.float32) for _ in range(2))
-    # the same likeliest token in a third of the positions
+    # the same most likely token in a third of the positions
     reference[::3] = logits[::3] + numbers.normal(0, 0.01, logits[::3].shape)
     ids = numbers.integers(0, 300, positions).tolist()
     expected = comparison.compare_logits(torch.tensor(logits), torch.tensor(reference), ids)
     found = worker.compare_logits(logits, reference, ids)
     assert set(found) == set(expected)
     for name in found:
-        # PyTorch's are sums in float32
+        # PyTorch sums in float32
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
     assert worker.compare_logits(logits, logits, ids)["kl"] == (0.0, positions)
 
@@ -134,7 +134,7 @@ def test_documents_are_measured_as_by_the_tasks(
     document = code(tokenizer) if name == "text" else recall(tokenizer)
     task, types = get_task(name), {label: worker.parse_types([label]) for label in ("q4_0", "f16", "q8_0")}
     found = {r.method: r for r in worker.records_of(program, types, name, document, in_turn=name == "turns")}
-    # the reference first, and once
+    # the reference runs first, and only once
     assert program.made == ["f16", "q4_0", "q8_0"] and program.open == 0
     reference = None
     for label in ("f16", "q4_0", "q8_0"):
@@ -145,7 +145,7 @@ def test_documents_are_measured_as_by_the_tasks(
         assert record.error is None and record.digest == document.digest
         assert set(record.metrics) == set(sums)
         for metric, expected in sums.items():
-            # the logits of up to 59 positions, each with the rounding of float32
+            # the logits of up to 59 positions, each rounded to float32
             assert record.metrics[metric] == pytest.approx(expected, rel=1e-3, abs=59e-7), metric
         assert record.details.get("answers") == details.get("answers")
         assert record.bytes == TOKENS * LAYERS * HEADS * 2 * DIM // 32 * BLOCKS[label]
@@ -172,7 +172,7 @@ def test_a_task_that_generates_is_refused(program: StandIn, worker: ModuleType, 
 
 @pytest.fixture
 def job(worker: ModuleType, tokenizer: Any, tmp_path: Path) -> dict[str, Any]:
-    """A job as its process reads it."""
+    """A job in the form that its process reads."""
     (tmp_path / "model.gguf").write_bytes(b"weights")
     documents = [json.loads(json.dumps(dataclasses.asdict(recall(tokenizer))))]
     return {
@@ -200,7 +200,7 @@ def test_a_job_goes_on_where_it_was(program: StandIn, worker: ModuleType, job: d
     program.broken, program.made = set(), []
     worker.run(program, job)
     assert program.made == []
-    # what failed, and the reference of it
+    # the failed methods, and their reference
     worker.run(program, {**job, "retry": True})
     assert program.made == ["f16", "q4_0"] * 2
     found = records(job)
@@ -257,7 +257,7 @@ def write_gguf(model: Any, path: Path) -> None:
             continue
         values = tensor.float()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # the two numbers that rotate together are neighbours in a GGUF file, and half a head apart here
+            # two numbers that rotate together are adjacent in a GGUF file, but half a head apart here
             values = values.view(-1, 2, DIM // 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values.contiguous().numpy())
     writer.write_header_to_file()
@@ -268,7 +268,7 @@ def write_gguf(model: Any, path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_real_one(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Its exact cache gives what ours gives, and fewer bits lose more, in the bytes of their types."""
+    """Its exact cache matches ours, and fewer bits lose more, within the bytes of their types."""
     types = ("f16", "q8_0", "q5_0", "q4_0", "q8_0/q4_0")
     methods = [get_method(f"llama-cpp:{name}") for name in types]
     environment = methods[0].environment

@@ -1,4 +1,4 @@
-"""llama.cpp's caches on the field's tasks: records of its answers, with tiny-lm in its place."""
+"""llama.cpp's caches on field tasks: records of its answers, with tiny-lm standing in."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hf_diffkv.running.models import CHECKOUT, TINY_LM
 
 PROMPT = (CHECKOUT / "examples" / "prompts" / "recall.txt").read_text()
 LIMIT = 12
-# bytes of a token's keys and values; q8_0 takes 34 for 32 numbers
+# bytes of a token's keys and values; q8_0 uses 34 for 32 numbers
 EXACT_BYTES, Q8_BYTES = LAYERS * HEADS * DIM * 4, LAYERS * HEADS * DIM * 2 // 32 * 34
 
 
 @pytest.fixture
 def by_llama_cpp(script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, whose jobs run in this process by the stand-in it holds as `program`."""
+    """The module, whose jobs run in this process with the stand-in stored in `program`."""
     module, worker = script("field_tasks.by_llama_cpp"), script("llama_field")
     monkeypatch.setattr(models, "MODELS_FOLDER", tmp_path)
     (tmp_path / "smollm2.gguf").touch()
@@ -86,7 +86,7 @@ def test_an_answer_ends_at_its_mark(by_llama_cpp: ModuleType, cases: list[Any], 
 
 
 def test_what_is_there_is_not_run_again(by_llama_cpp: ModuleType, cases: list[Any], tmp_path: Path) -> None:
-    """But failures are, on demand."""
+    """Failures, however, are run again on request."""
     folder = tmp_path / "records"
     by_llama_cpp.program.broken = {"q4_0"}
     found = measure(by_llama_cpp, cases, folder, "q8_0", "q4_0")

@@ -1,4 +1,4 @@
-"""Loss behind long prompts: the rows equal those of caches that read the prompt themselves."""
+"""Loss after long prompts: the rows equal those of caches that read the prompt themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_diffkv.running.models import CHECKOUT, TINY_LM
 
 PROMPT = (CHECKOUT / "examples" / "prompts" / "recall.txt").read_text()
 FURTHER = 40
-# the last one keeps sums, for which the prompt's attention is needed
+# the last one keeps sums, which need the prompt's attention
 METHODS = ("diffkv:lossless", "diffkv:K4V2", "diffkv:paper")
 
 

@@ -1,4 +1,4 @@
-"""Behaviour of benchmarks on a GPU only: graphs, turns, profiles, memory that does not suffice, and targets."""
+"""Benchmark behaviour specific to GPUs: graphs, turns, profiles, insufficient memory, and targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(module, output: Path, *more: str) -> list[dict]:
 
 
 def test_turns_time_what_was_captured(script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake clock goes by events and operators, so that times and their differences are the same in every run."""
+    """The fake clock advances with events and operators, so that times and their differences are equal in every run."""
     fake_gpu(monkeypatch, script)
     measure = script("measure")
     args = measure.parser("about", "results").parse_args(["--device", "cpu", "--repeats", "3"])
@@ -40,14 +40,14 @@ def test_attention(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     sizes = ["--batches", "1", "--contexts", "96", "--window", "8", "--configs", "K8V4", "30/40/30"]
     rows = run(script("attention_gpu"), tmp_path / "attention_gpu.jsonl", *LLAMA, *sizes)
     dense = [row for row in rows if row["kind"] == "dense" and "failed" not in row]
-    # a backend that cannot do it is reported and the others go on
+    # an unsuitable backend is reported and the others continue
     assert {row["name"].split(",")[0] for row in rows if "failed" in row} == {"cudnn", "efficient"} and dense
     for row in rows[-2:]:
         assert row["kind"] == "compressed" and row["dtype"] == "bfloat16" and row["captured"]
         assert row["dense"] in {other["name"] for other in dense}
         assert row["speed_up"] == pytest.approx(row["dense_us"] / row["us"], rel=1e-2)
         assert (row["attend_us"], row["finish_us"]) == (16.0, 4.0)
-    # both are replayed in turns after their warm-up
+    # both are replayed in turns after warm-up
     assert gpu.replayed[-10:] == [gpu.graphs - 2, gpu.graphs - 1] * 5
     script("tables").main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_attention(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
 
 
 def test_memory_that_does_not_suffice(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
-    """Dense keys and values do not fit, the compressed ones do; what was not measured is in the results."""
+    """Dense keys and values do not fit but compressed ones do; the results name what was not measured."""
     gpu = fake_gpu(monkeypatch, script)
     module = script("attention_gpu")
     gpu.free = 5e5
@@ -79,7 +79,7 @@ def test_memory_that_does_not_suffice(script, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.slow
 def test_no_memory_for_both(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Frees dense keys and values after their measurement if the compressed ones do not fit beside them."""
+    """Frees dense keys and values after their measurement if the compressed ones do not fit alongside them."""
     gpu = fake_gpu(monkeypatch, script)
     module = script("attention_gpu")
     measure_dense = module.measure_dense
@@ -155,7 +155,7 @@ def test_decode(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys)
 
 
 def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Made from the result files alone; the worst case decides, and the newest result of a case counts."""
+    """Made only from the result files; the worst case decides, and the newest result of a case counts."""
     about = dict.fromkeys(("driver", "torch", "triton", "transformers", "commit"), "1") | {"device": "H200"}
     case = about | {"kind": "compressed", "model": "m", "kv_heads": 8, "us": 9.0, "gb_per_s": 1.0, "error": 0.0}
     parts = {"attend_us": 9.0, "finish_us": 1.0}
@@ -181,7 +181,7 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         step | {"cache": "DiffKV 1/0", "context": 1024, "ms_per_token": 10.9, "compaction_share": 0.02},
         step | {"cache": "DiffKV 1/0", "context": 4096, "ms_per_token": 11.1, "compaction_share": 0.01},
         step | {"cache": "DiffKV 1/0, compiled", "context": 4096, "ms_per_token": 1.0, "warnings": ["why"]},
-        # 10 + (x - 1024) / 3072 ms a step of StaticCache: equal at 2,560 tokens
+        # StaticCache takes 10 + (x - 1024) / 3072 ms a step, which is equal at 2,560 tokens
         step | {"cache": "DiffKV balanced", "context": 1024, "ms_per_token": 10.5, "finish_share": 0.05},
         step | {"cache": "DiffKV balanced", "context": 4096, "ms_per_token": 10.5, "finish_share": 0.09},
         step | {"cache": "DiffKV paper", "context": 1024, "ms_per_token": 10.5},

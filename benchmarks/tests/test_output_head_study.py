@@ -1,4 +1,4 @@
-"""The study of output heads: more exact logits lose less, and 16 bits least."""
+"""The study of output heads: more exact logits lose less, and 16 bits lose least."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the prefix store, on tiny-lm with a few tokens: that it checks, times and reports."""
+"""The prefix store benchmark, on tiny-lm with a few tokens: checks, timing and reports."""
 
 from __future__ import annotations
 

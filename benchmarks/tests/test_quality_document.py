@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/quality.md and docs/notes/quality-studies.md are those of the committed results."""
+"""The tables of README.md, docs/quality.md and docs/notes/quality-studies.md match the committed results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serving benchmark on tiny-lm with a few requests: that it checks, measures in turns and reports."""
+"""The serving benchmark on tiny-lm with a few requests: checks, measurements in turns and reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_engines_take_turns_at_equal_bytes(script, documented, tmp_path: Path, c
     budget = 4 * (200 + 16) * TOKEN
     for row in rows[:3]:
         assert {"device", "torch", "transformers", "commit", "dtype"} <= row.keys()
-        # four requests are the whole budget uncompressed, and at 22 % with windows a little less than a quarter of it
+        # four uncompressed requests use the whole budget; at 22 % with windows, a little less than a quarter of it
         least = 0.22 if row["engine"] == ENGINES[-1] else 0.25
         assert row["max_bytes"] == budget and least * budget < row["bytes"] <= budget
         assert 1 <= row["mean"] <= row["most"] <= 4
@@ -54,7 +54,7 @@ def test_an_engine_that_says_something_else_is_not_timed(
 
 
 def test_the_table_on_paper(script) -> None:
-    """It is what the document shows; its dense line by hand."""
+    """It equals the document's table; the dense line is computed by hand."""
     module = script("serving_on_paper")
     document = (Path(__file__).parents[2] / "docs" / "notes" / "serving.md").read_text()
     assert f"<!-- on paper -->\n{module.table(module.TOKENS)}\n<!-- end -->" in document

@@ -1,4 +1,4 @@
-"""The benchmark of shared beginnings on tiny-lm with a few requests."""
+"""The benchmark of shared prefixes on tiny-lm with a few requests."""
 
 from __future__ import annotations
 

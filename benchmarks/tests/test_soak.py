@@ -1,4 +1,4 @@
-"""The soak on a few requests, with a restart; and that it finds what is lost, different or left over."""
+"""The soak with a few requests and a restart; it finds what is lost, different or left over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_short_soak(script, documented, tmp_path: Path, capsys: pytest.Capture
     script("soak").main([*OPTIONS, "--output", str(output), "--folder", str(folder)])
     row = json.loads(output.read_text())
     assert row["wrong"] == 0 and row["first_wrong"] == []
-    # those that were told to try again later are sent again
+    # those told to try again later are sent again
     later = sum(row["statuses"].get(status, 0) for status in ("429", "503"))
     assert row["sent"] == 60 + later == sum(row["kinds"].values())
     assert row["compared"] > 10 and row["generated_tokens"] > 60 and row["prompt_tokens"] > 600
@@ -59,14 +59,14 @@ def test_what_is_lost_is_found(script, tmp_path: Path) -> None:
 
 
 class Said:
-    """Stands for the reference, with one answer to every prompt."""
+    """Stands in for the reference, with one answer to every prompt."""
 
     def answer(self, prompt: Any, new_tokens: int) -> tuple[str, str]:
         return "5305", "length"
 
 
 def sent(script, answer: Any, way: str, restarting: bool = False) -> Any:
-    """Sends a prompt in `way` and returns the client's outcome, given the server's answers."""
+    """Sends a prompt in `way` and returns the client's outcome for the server's given answers."""
 
     async def send() -> Any:
         prompt = script("soak_prompts").Prompt("a", False, 1, (5,))

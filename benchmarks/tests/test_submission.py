@@ -1,4 +1,4 @@
-"""A run in one file: what it holds, and what is refused, with the field named."""
+"""A run in one file: its contents, and what is refused, naming the field."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_a_run_submits(peers: ModuleType, submissions: ModuleType, invented
         figure = good.metrics[name]
         assert (figure.total, figure.weight) == tuple(map(sum, zip(*sums)))
         means = sorted(total / weight for total, weight in sums)
-        # of two documents a resample is the one, the other or both
+        # a resample of two documents is the one, the other or both
         assert (figure.low, figure.high) == pytest.approx((means[0], means[-1]))
     assert good.environment == mine[0]["environment"] and good.environment["device"]
 

@@ -1,4 +1,4 @@
-"""Tasks of tiny-lm: facts are stated once and asked for, and texts go on where the prompt ends."""
+"""Tasks of tiny-lm: facts are stated once and asked for, and texts continue where the prompt ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tiny_tasks(script: Callable[[str], ModuleType], names: None) -> ModuleType:
 
 
 def documents(name: str, count: int = 4) -> tuple[list[Document], list[Document]]:
-    """With two seeds."""
+    """Made with two seeds."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "models" / "tiny-lm")
     made = [TASKS.find(name)().documents(Source(tokenizer, count, 320, seed)) for seed in (0, 1)]
     assert [each.digest for each in made[0]] != [each.digest for each in made[1]]

@@ -12,7 +12,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
 
 FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 3, "sinks": 1, "page_bytes": 512}
-# of three layers of two KV heads: a pair, one precision, and thresholds
+# for three layers of two KV heads: a pair, one precision, and thresholds
 HEAD_PRECISIONS = [["K8V4", "K4V2"], ["K8V8", "K8V8"], None]
 
 
@@ -34,7 +34,7 @@ def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | No
 
 
 def padded(seed: int, padding: int, count: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two prompts, of which the second begins with padding, and their mask."""
+    """Two prompts, the second of which begins with padding, and their mask."""
     tokens = torch.randint(0, 96, (2, count), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(tokens)
     mask[1, :padding] = 0
@@ -44,7 +44,7 @@ def padded(seed: int, padding: int, count: int = 12) -> tuple[torch.Tensor, torc
 def assert_alike(
     model, tokens: torch.Tensor, new: int, fields: dict | None = None, compile_config: Any = None, **options: object
 ) -> tuple[DiffKVCache, DiffKVCache]:
-    """Captured steps, compiled ones too, say what steps from Python do; the caches of both."""
+    """Checks that captured (or compiled) steps give the text of steps from Python; returns both caches."""
     expected, eager = run(model, False, tokens, new, fields, **options)
     options |= {"compile_config": compile_config} if compile_config else {}
     got, cache = run(model, True, tokens, new, fields, **options)
@@ -53,7 +53,7 @@ def assert_alike(
 
 
 def assert_same_levels(cache: DiffKVCache, expected: DiffKVCache) -> None:
-    """And sums."""
+    """Compares sums as well."""
     for index in cache.compressed_layers():
         assert torch.equal(cache.levels(index), expected.levels(index))
         assert torch.equal(cache.significance(index), expected.significance(index))

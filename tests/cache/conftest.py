@@ -1,4 +1,4 @@
-"""Shared by the integration tests: decode steps that are captured without a GPU."""
+"""Shared by the integration tests: decode steps captured without a GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_diffkv.store import Store
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch):
-    """Captures are recorded, and the kernels run in Triton's interpreter."""
+    """Records captures, and runs the kernels in Triton's interpreter."""
     monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", RecordedGraph)
     monkeypatch.setattr(graphs, "_given_up", weakref.WeakSet())
     monkeypatch.setattr(RecordedGraph, "made", [])
     record_launches(monkeypatch)
-    # the interpreter is slow: little to split, and the host looks often
+    # the interpreter is slow, so rows are rarely split and the host reads the device often
     monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 64)
     monkeypatch.setattr(Store, "refresh_steps", 4)
     with use_backend("kernels"):
@@ -28,7 +28,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="session")
 def compiler() -> None:
-    """Skips where the machine has no C++ compiler, which inductor needs for a CPU."""
+    """Skips if the machine has no C++ compiler, which inductor needs on a CPU."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:

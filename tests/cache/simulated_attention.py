@@ -1,7 +1,7 @@
 """An attention function for Transformers that computes DiffKV densely, with `LayerSimulation`.
 
-It shares no code with the package: the model runs with a `DynamicCache`, of which only the newest keys and values are
-looked at; what a full-attention layer remembers is in its simulation.
+It shares no code with the package. The model runs with a `DynamicCache`, of which only the newest keys and values are
+used; each full-attention layer keeps its state in its simulation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NAME = "simulated_diffkv"
 
 
 class SimulatedAttention:
-    """Attention function of one model and the simulations of its full-attention layers, by layer index.
+    """Attention function of one model, and the simulations of its full-attention layers by layer index.
 
-    Layers that read the keys and values of an earlier one attend to the simulation of that one, the last before them.
+    Layers that read the keys and values of an earlier layer attend to that layer's simulation, the last before them.
     """
 
     def __init__(self, model: PreTrainedModel, config: DiffKVConfig) -> None:
@@ -77,7 +77,7 @@ class SimulatedAttention:
 
 @contextmanager
 def simulated(model: PreTrainedModel, config: DiffKVConfig) -> Iterator[SimulatedAttention]:
-    """Runs the model on a new `SimulatedAttention` inside the block."""
+    """Runs the model with a new `SimulatedAttention` within the block."""
     attention = SimulatedAttention(model, config)
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attention)
@@ -92,7 +92,7 @@ def simulated(model: PreTrainedModel, config: DiffKVConfig) -> Iterator[Simulate
 
 
 def _whole_mask(*args: Any, **kwargs: Any) -> Tensor:
-    """bool [batch, 1, queries, keys], never left out."""
+    """bool [batch, 1, queries, keys], never None."""
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, **kwargs)
 
@@ -108,7 +108,7 @@ def dense_attention(
     logits = logits.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)], -1)
-    # float32 where Transformers' own attention has no other; a padding query may see no key at all
+    # float32 where Transformers' own attention supports nothing else; a padding query may see no key at all
     exact = softcap is None and sinks is None
     weights = logits.softmax(-1, dtype=None if exact else torch.float32).nan_to_num(0.0).to(value.dtype)
     return weights[..., : key.shape[2]] @ value.repeat_interleave(group, 1)

@@ -1,4 +1,4 @@
-"""Errors whose advice is followed, and warnings that do not come where they would be wrong."""
+"""Errors whose advice is followed, and warnings that must not appear where they would be wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generate(model: Any, ids: Tensor | None = IDS, **options: Any) -> Tensor:
 
 
 class Hold(StoppingCriteria):
-    """Holds a call after its first token until told to go on."""
+    """Holds a call after its first token until told to continue."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -39,7 +39,7 @@ class Hold(StoppingCriteria):
 
 
 def test_a_cache_in_use() -> None:
-    """It is neither forked under the call that runs nor does anything advise it; copies from before run beside it."""
+    """It is not forked during a running call, nor does anything advise doing so; earlier copies run alongside it."""
     model = tiny_model("llama")
     cache = DiffKVCache(model.config, LOSSLESS)
     text = generate(model, **passing(cache))
@@ -70,7 +70,7 @@ def test_a_cache_in_use() -> None:
 
 @pytest.mark.parametrize("options", [{"num_return_sequences": 3, "num_beams": 3}, {"num_beams": 3}, {}], ids=str)
 def test_more_sequences_than_a_cache_holds(options: dict[str, Any]) -> None:
-    """A call repeats the cache for its beams, and names the method that does so for further prompts."""
+    """A call repeats the cache for its beams, and the error names the method that does so for further prompts."""
     model = tiny_model("llama")
     cache = DiffKVCache(model.config, LOSSLESS)
     text = generate(model, **passing(cache))
@@ -91,7 +91,7 @@ def test_embeddings_that_do_not_continue_a_cache() -> None:
     said = generate(model, None, inputs_embeds=embed(IDS), **passing(cache))
     held, new = cache.get_seq_length(), IDS[:, :7]
     mask = torch.ones(1, held + 7, dtype=torch.int64)
-    # the new ones alone do not go, whatever the mask
+    # the new tokens alone are refused, whatever the mask
     for options in ({}, {"attention_mask": mask}):
         with pytest.raises(ValueError, match="inputs_embeds has 7.*embeddings of the whole text") as refused:
             generate(model, None, inputs_embeds=embed(new), **options, **passing(cache))

@@ -1,4 +1,4 @@
-"""One cache on several backends, one after the other, as a pickled one that a machine without native code continues."""
+"""One cache on several backends in turn, like a pickled cache continued on a machine without native code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 
 EXACT = Precision(16, 16)
-# nothing is lost, with or without a choice between two tiers
+# lossless, with or without a choice between two tiers
 CONFIGS = [
     DiffKVConfig(EXACT, Precision(16, 16, 2, 2), alpha_high=alpha, alpha_low=0.0, window=3) for alpha in (0.0, 1.0)
 ]

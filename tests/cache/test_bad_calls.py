@@ -1,4 +1,4 @@
-"""Options of `generate()` and arguments of the cache that contradict each other: an error, and nothing changed."""
+"""Contradictory options of `generate()` and arguments of the cache: an error, and nothing changed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_options_that_agree_with_a_given_cache() -> None:
         cache = DiffKVCache(model.config, **FIELDS)
         options = {"cache_implementation": "diffkv", "cache_config": config}
         assert torch.equal(generate(model, **passing(cache), **options), expected)
-    # what was saved with the model is a default
+    # a setting saved with the model is a default
     model.generation_config = GenerationConfig(cache_implementation="diffkv", cache_config={"window": 9})
     assert torch.equal(generate(model, **passing(DiffKVCache(model.config, **FIELDS))), expected)
 
@@ -140,7 +140,7 @@ def test_saving_and_loading_with_what_is_not_the_model(tmp_path: Path) -> None:
 
 
 def test_backward_through_a_cache_is_refused() -> None:
-    """A forward whose gradients are computed but never used is right."""
+    """A forward whose gradients are computed but never used is allowed."""
     model = tiny_model("llama", "diffkv")
     ids = ragged_prompts((9, 9))[0]
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
@@ -164,7 +164,7 @@ def test_attention_weights_that_nobody_has() -> None:
     with pytest.warns(UserWarning, match="no attention weights.*significance.*DiffKVConfig") as found:
         given = generate(model, cache_implementation="diffkv", **options)
     assert not any(given.attentions)
-    # what the warning names keeps significance, and the default does not
+    # the setting in the warning keeps significance, and the default does not
     cache = DiffKVCache(model.config, DiffKVConfig(low="K4V2"))
     assert any('DiffKVConfig(low="K4V2")' in str(warning.message) for warning in found)
     generate(model, **passing(cache))
@@ -173,7 +173,7 @@ def test_attention_weights_that_nobody_has() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_that_is_not_applied(compiled: bool) -> None:
-    """Models in training mode ask for it, also in `generate()`."""
+    """Models in training mode ask for dropout, also in `generate()`."""
     model = tiny_model("llama", attention_dropout=0.5).train()
     if compiled:
         torch._dynamo.reset()
@@ -187,7 +187,7 @@ def test_dropout_that_is_not_applied(compiled: bool) -> None:
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_embeddings_in_chunks(by_name: bool) -> None:
-    """Transformers cuts the ids alone, and fails halfway whatever the cache."""
+    """Transformers slices only the ids, and fails halfway with any cache."""
     model = tiny_model("llama")
     ids, mask = ragged_prompts(LENGTHS)
     cache = DiffKVCache(model.config)

@@ -1,4 +1,4 @@
-"""Wrong configurations, models and calls: an error that names the argument and the remedy, and nothing changed."""
+"""Invalid configurations, models and calls: an error that names the argument and the remedy, and nothing changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.precision import SUPPORTED_BITS
 
 LENGTHS = (20, 7)
-# steps until a decode error must have surfaced: the host looks at the device every 8 steps
+# steps until a decode error must have surfaced: the host reads the device every 8 steps
 STEPS_TO_A_LOOK = 10
 
 
@@ -39,7 +39,7 @@ def generate(model: PreTrainedModel, **options: Any) -> Tensor:
 
 
 def contents(cache: DiffKVCache) -> dict[str, Any]:
-    """All that can be observed of a cache."""
+    """Everything that can be observed of a cache."""
     filled = [i for i in cache.compressed_layers() if cache.layers[i].is_initialized]
     return {
         "seen": [layer.get_seq_length() for layer in cache.layers],
@@ -115,7 +115,7 @@ BAD_FIELDS = [
 
 @pytest.mark.parametrize("fields, words", BAD_FIELDS, ids=[str(fields) for fields, _ in BAD_FIELDS])
 def test_bad_config_fields(fields: dict[str, Any], words: tuple[str, ...]) -> None:
-    """Refused before anything runs, by the cache and by generate(), which leaves the model as it was."""
+    """Refused before anything runs, by the cache and by generate(), which leaves the model unchanged."""
     model = tiny_model("llama")
     with raises(ValueError, *words):
         DiffKVCache(model.config, **fields)
@@ -192,7 +192,7 @@ def test_a_model_whose_attention_cannot_be_switched() -> None:
 
 @pytest.mark.parametrize("name", ["diffllama", "jetmoe"])
 def test_models_that_change_keys_or_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models nobody listed as refused are found out by the first forward."""
+    """Models that are not listed as refused are detected by the first forward."""
     monkeypatch.setattr(supported_models, "REFUSED_TYPES", {})
     model = tiny_model(name, "eager")
     with raises(HandOverError, "keys or values", "cannot use DiffKVCache"):
@@ -201,7 +201,7 @@ def test_models_that_change_keys_or_values(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_model_that_was_not_switched(attention: str) -> None:
-    """The first forward stops, and the cache works after the remedies its message names."""
+    """The first forward stops, and the cache works after the remedies named in the message."""
     model = tiny_model("llama", attention)
     cache = DiffKVCache(model.config, window=4)
     ids, mask = ragged_prompts(LENGTHS)
@@ -224,7 +224,7 @@ def test_a_model_that_was_not_switched(attention: str) -> None:
 
 @contextmanager
 def spoiled(module: nn.Module, value: float) -> Any:
-    """Puts `value` into what the module returns for the last token of the first row."""
+    """Puts `value` into the module's output for the last token of the first row."""
 
     def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         output = output.clone()
@@ -246,7 +246,7 @@ def visible(cache: DiffKVCache, new: int) -> Tensor:
 
 
 def filled(model: PreTrainedModel) -> DiffKVCache:
-    """A cache after a prompt and a decode step."""
+    """A cache after a prompt and one decode step."""
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4)
     ids, mask = ragged_prompts(LENGTHS)
     model(ids, attention_mask=mask, **passing(cache))
@@ -260,7 +260,7 @@ def follow_up(model: PreTrainedModel, cache: DiffKVCache) -> Tensor:
 
 
 def assert_unharmed_or_refusing(model: PreTrainedModel, cache: DiffKVCache) -> None:
-    """A cache that was `filled` goes on as if a failed call had not been, or says that it must be reset."""
+    """A cache that was `filled` continues as if no call had failed, or says that it must be reset."""
     try:
         logits = follow_up(model, cache)
     except (HandOverError, ValueError) as error:
@@ -297,7 +297,7 @@ def test_keys_or_values_of_a_prompt_that_cannot_be_stored(part: str, value: floa
 
 
 def test_a_later_layer_that_cannot_be_stored_does_not_go_unnoticed() -> None:
-    """Earlier layers hold the prompt already when the error is found."""
+    """Earlier layers already hold the prompt when the error is found."""
     model = tiny_model("llama", "diffkv")
     cache = filled(model)
     with spoiled(model.model.layers[1].self_attn.v_proj, float("nan")), raises(ValueError, "keys or values", "NaN"):
@@ -308,7 +308,7 @@ def test_a_later_layer_that_cannot_be_stored_does_not_go_unnoticed() -> None:
 @pytest.mark.parametrize("layer_idx", [0, 1])
 @pytest.mark.parametrize("value", NOT_STORABLE)
 def test_keys_of_a_decode_step_that_cannot_be_stored(layer_idx: int, value: float) -> None:
-    """Noticed at the next look at the device; it stays an error until the cache is reset."""
+    """It is noticed when the host next reads the device, and remains an error until the cache is reset."""
     model = tiny_model("llama", "diffkv")
     token = torch.full((2, 1), 5)
     cache = filled(model)
@@ -356,7 +356,7 @@ def test_padding_of_a_decode_step_may_hold_anything(value: float) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_another_batch_size(name: str) -> None:
-    """Also where a layer of Transformers' own, which would fail halfway, comes first."""
+    """This also holds if a layer of Transformers' own, which would fail halfway, comes first."""
     model = tiny_model(name, "diffkv")
     cache, twin = filled(model), filled(model)
     before = contents(cache)

@@ -1,4 +1,4 @@
-"""`max_bytes` holds at every step and turn, costs the least significant tokens, and fails before anything changes."""
+"""`max_bytes` is kept at every step and turn, costs the least significant tokens, and fails before anything changes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int) -> N
 
 
 def test_tighter_thresholds_stand_where_they_stood() -> None:
-    """Or no captured step would stay valid."""
+    """Otherwise no captured step would remain valid."""
     run = started(model_of(), LENGTHS, budget(130_000))
     (store,) = run.cache.stores.all
     alphas = (store.alpha_high, store.alpha_low)
@@ -102,7 +102,7 @@ def test_thresholds_that_a_budget_raises_are_said_once() -> None:
 
 @pytest.mark.parametrize("repeats", [2, 4])
 def test_a_budget_is_kept_when_rows_are_repeated(repeats: int) -> None:
-    """Either it fits, or it is refused and nothing has changed."""
+    """The rows fit, or they are refused and nothing has changed."""
     run = started(model_of(), LENGTHS, budget(200_000))
     before = contents(run.cache)
     try:
@@ -134,7 +134,7 @@ def relative_means(layer, seen: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("max_bytes", [95_000, 110_000])
 def test_the_most_significant_tokens_are_kept(max_bytes: int) -> None:
-    """Checks that every level of a layer holds tokens that matter more than those of the level below."""
+    """Checks that every level of a layer holds more significant tokens than the level below."""
     with captured() as layers:
         run = started(model_of(), LENGTHS, budget(max_bytes))
     seen = torch.tensor(LENGTHS)
@@ -153,7 +153,7 @@ def test_the_most_significant_tokens_are_kept(max_bytes: int) -> None:
 
 
 def test_while_generating_what_is_kept_matters_more() -> None:
-    """Compares by the attention that every token got, including pruned ones, in a run that prunes none."""
+    """Compares by the attention that every token, even a pruned one, received in a run that prunes none."""
     with captured() as layers:
         run = started(model_of(), LENGTHS, budget(130_000))
         first = run.ids.shape[1]
@@ -173,7 +173,7 @@ def test_while_generating_what_is_kept_matters_more() -> None:
                 gone, kept = mean[level == 0], mean[(level == 1) | (level == 2)]
                 assert gone.numel() > 10 and kept.numel() > 10
                 assert kept.median() > gone.median()
-                # a random choice would put half of the kept ones above the pruned ones' median
+                # a random choice would put half of the kept tokens above the pruned ones' median
                 assert (kept > gone.median()).float().mean() > 0.7
 
 
@@ -189,7 +189,7 @@ def test_a_budget_below_the_windows_raises_at_once() -> None:
 @pytest.mark.parametrize("tight", [1.0, 0.98, 0.95, 0.92, 0.9])
 @pytest.mark.sampled(100)
 def test_a_step_that_cannot_fit_raises_before_it(tight: float) -> None:
-    """The budget of a cache is lowered to what it holds, or a little less, with nothing but windows to prune."""
+    """A cache's budget is lowered to what it holds, or slightly less, with only windows to prune."""
     model = model_of()
     run = started(model, (17, 17, 17), budget(10**6))
     run.steps(tokens(3, 8))
@@ -212,7 +212,7 @@ def test_a_step_that_cannot_fit_raises_before_it(tight: float) -> None:
     run.cache.check_integrity()
     assert all(torch.equal(*pair) for pair in zip(before, contents(run.cache)))
 
-    # with a larger budget the same cache goes on
+    # with a larger budget, the same cache continues
     run.cache.config = run.cache.stores.config = store.config = budget(10**6)
     other = Run(model, DiffKVCache(model.config, budget(10**6)), 3)
     other.feed(run.ids[:, :17])
@@ -222,12 +222,12 @@ def test_a_step_that_cannot_fit_raises_before_it(tight: float) -> None:
 
 @pytest.mark.parametrize("pages", range(8, 40, 2))
 def test_a_refused_step_has_tightened_nothing(pages: int) -> None:
-    """Rows without tokens need a page of each level, which rows with a few tokens in a page may not."""
+    """Rows without tokens need a page for each level, but rows with a few tokens in a page may not."""
     run = started(model_of(), (40, 40, 40), budget(10**6))
     run.steps(tokens(3, 2))
     (store,) = run.cache.stores.all
     settle(store)
-    # the host looks at the device
+    # the host reads the device
     store.forget_bounds()
     limit = store.bytes_beside_pool() + store.growth() + pages * 516
     run.cache.config = run.cache.stores.config = store.config = budget(limit * 257 // 256)

@@ -1,4 +1,4 @@
-"""The Cache API of a filled `DiffKVCache`: sizes, reset, copies, and choosing rows."""
+"""The Cache API of a filled `DiffKVCache`: sizes, reset, copies, and row selection."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_reset_and_reuse(name: str) -> None:
     cache.reset()
     assert cache.memory().bytes == 0
     assert cache.get_seq_length() == 0
-    # another batch size, too
+    # with another batch size, too
     again = started(model, (40, 70), cache=cache, seed=5)
     fresh = started(model, (40, 70), CONFIG, seed=5)
     assert torch.equal(again.steps(tokens(2, 20)), fresh.steps(tokens(2, 20)))
@@ -167,7 +167,7 @@ def test_chosen_rows_equal_rows_run_by_themselves(name: str, choice: str) -> Non
 
 @pytest.mark.sampled(100)
 def test_reordering_at_every_step() -> None:
-    """Drops and doubles rows between any two steps, like beam search."""
+    """Drops and duplicates rows between any two steps, like beam search."""
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
     model = model_of()
     talk = started(model, (50, 20, 35), config)
@@ -240,7 +240,7 @@ def test_lossless_beam_search_equals_dynamic_cache(name: str) -> None:
 
 
 def test_the_configuration_of_a_model_by_keyword() -> None:
-    """Takes the model's configuration by the keyword of `DynamicCache`."""
+    """Passes the model's configuration by the same keyword as `DynamicCache`."""
     model = model_of()
     for cache in (DiffKVCache(config=model.config), DiffKVCache(config=model), DiffKVCache(model_config=model)):
         assert cache.config == DiffKVCache(model.config).config and cache.compressed_layers() == [0, 1]
@@ -272,7 +272,7 @@ def test_what_a_cache_says_of_itself() -> None:
     assert f"{fork.memory().bytes / 1e6:.2f} MB of" in repr(fork)
     cache.batch_select_indices(torch.tensor([0]))
     assert repr(cache).startswith("DiffKVCache(1 request, 90 tokens, ")
-    # also where one asks in the middle of a forward
+    # also when asked in the middle of a forward
     said: list[str] = []
     hook = model.model.layers[1].register_forward_pre_hook(lambda *ignored: said.append(repr(fork)))
     talk.on(fork).steps(tokens(2, 1))

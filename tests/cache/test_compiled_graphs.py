@@ -1,4 +1,4 @@
-"""Captured decode steps whose forward is compiled, by `compile_config` or by the user, on the CPU."""
+"""Captured decode steps with a forward compiled by `compile_config` or by the user, on the CPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_diffkv.cache.graphs import within_graph
 from hf_diffkv.compat import passed
 
 pytestmark = pytest.mark.usefixtures("recorded")
-# a compiler that leaves operations as they are, so that the recorder sees them
+# a compiler that leaves operations unchanged, so that the recorder sees them
 EAGER = CompileConfig(backend="eager", fullgraph=True)
 
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Nothing compiled before, and an error for what is compiled twice."""
+    """Nothing is compiled beforehand, and compiling something twice is an error."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
@@ -40,7 +40,7 @@ def compiled_graphs() -> int:
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.slow
 def test_the_same_text_from_a_compiled_forward(steps, padding: int) -> None:
-    """One graph and one capture, whatever is refreshed and grows; another cache uses the same graph."""
+    """There is one graph and one capture, whatever is refreshed or grows; another cache uses the same graph."""
     model = build(2)
     given = prompt(1, padding)
     torch._dynamo.utils.counters.clear()
@@ -66,7 +66,7 @@ def test_the_forward_is_left_alone_unless_asked(steps) -> None:
 
 @pytest.mark.slow
 def test_inductor(steps, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that compiled forwards replay correctly, including one that the user compiled."""
+    """Checks that compiled forwards, including one compiled by the user, replay correctly."""
     monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", lambda device: RepeatedWork(steps[-1].cache.stores))
     model = build(2)
     given = prompt(3, 4)
@@ -88,7 +88,7 @@ def test_a_model_the_user_compiled(steps) -> None:
     given = prompt(4, 3)
     expected, _ = run(model, False, new=6, **given)
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    # the prompt, a step from Python, which has a longer mask than the captured one
+    # the prompt, and a step from Python, which has a longer mask than the captured one
     with torch._dynamo.config.patch(error_on_recompile=False):
         got, _ = run(model, True, new=6, **given)
     assert torch.equal(got, expected)
@@ -134,7 +134,7 @@ def test_a_quantizer_that_cannot_be_compiled(steps, caplog, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_model_that_asks_for_the_length_is_not_captured(steps, monkeypatch, caplog) -> None:
-    """A compiled forward would take the length for a constant."""
+    """A compiled forward would treat the length as a constant."""
     model = build(1)
     given = prompt(7)
     expected, _ = run(model, False, new=5, **given)

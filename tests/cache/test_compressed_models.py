@@ -30,7 +30,7 @@ def generate(
 
 
 def assert_go_on_alike(model: PreTrainedModel, caches: list[DiffKVCache], text: Tensor, mask: Tensor) -> None:
-    """A second call says the same with each; mask: of the prompts that `text` begins with."""
+    """Checks that a second call gives each cache's text; mask: of the prompts that `text` begins with."""
     mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
     (sequences, logits), *others = (generate(model, cache, text, mask, 20) for cache in caches)
     assert all(torch.equal(sequences, other[0]) and torch.equal(logits, other[1]) for other in others)
@@ -42,7 +42,7 @@ def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
 
 
 def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least: int) -> None:
-    """Levels, keys, values and sums of every compressed layer; at least `least` tokens at each level."""
+    """Compares levels, keys, values and sums of each compressed layer, with at least `least` tokens per level."""
     cache.check_integrity()
     assert cache.compressed_layers() == sorted(simulation.layers)
     for layer_idx, layer in simulation.layers.items():
@@ -61,7 +61,7 @@ def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least:
 def assert_generates_as_simulated(
     model: PreTrainedModel, config: DiffKVConfig, prompts: tuple[Tensor, Tensor], new: int, least: int, **options: Any
 ) -> tuple[DiffKVCache, Tensor]:
-    """Text and logits after prompts and mask, and what is then stored; returns the cache and the text."""
+    """Compares text and logits after prompts and mask, and what is then stored; returns the cache and the text."""
     with simulated(model, config) as simulation:
         expected = generate(model, DynamicCache(config=model.config), *prompts, new, **options)
     cache = DiffKVCache(model.config, config)
@@ -82,7 +82,7 @@ def test_generation_equals_the_simulation(name: str) -> None:
 def assert_turns(
     model: PreTrainedModel, cache: DiffKVCache, lengths: tuple[int, ...], further: tuple[int, ...], least: int
 ) -> Tensor:
-    """Two turns equal the simulation; where the second differ in length, padding is in the middle of the sequences.
+    """Compares two turns with the simulation; if the second ones differ in length, padding is inside the sequences.
 
     Returns the logits of the first.
     """
@@ -133,7 +133,7 @@ def test_configurations_and_chunked_prompts(config: DiffKVConfig, chunk: int | N
 
 
 def test_rows_that_pause_equal_the_simulation() -> None:
-    """Single steps in which some rows have only padding, as a batch of requests of different speed would."""
+    """Runs single steps in which some rows have only padding, like a batch of requests with different speeds."""
     model, config = tiny_model("llama", dtype=torch.float64, attention="eager"), CONFIGS["llama"]
     ids, mask = ragged_prompts((90, 1, 64, 130))
     generator = torch.Generator().manual_seed(0)

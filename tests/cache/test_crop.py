@@ -1,4 +1,4 @@
-"""Taking tokens back: what remains is what the accepted tokens alone would have left."""
+"""Taking tokens back: what remains is what the accepted tokens alone would have left behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_crop_equals_the_simulation_of_accepted_tokens(name: str) -> None:
         run = started(model_of(name), LENGTHS, config)
         run.cache.activate_past_recording()
         followed = Followed(run, layers, config)
-        # tokens of a forward and how many of them are rejected; one accepted token is a generation step
+        # tokens in a forward and the number rejected; one accepted token is a generation step
         for seed, (count, rejected) in enumerate([(5, 2), (4, 3), (1, 0), (6, 0), (3, 3), (2, 1), (30, 4), (8, 7)]):
             run.feed(tokens(4, count, seed))
             followed.crop(rejected)
@@ -54,7 +54,7 @@ def test_crop_equals_the_simulation_of_accepted_tokens(name: str) -> None:
 
 
 def test_several_forwards_between_two_crops_are_one_step() -> None:
-    """Drafting feeds single tokens; padding in the middle and the end, and rejection reaching across forwards."""
+    """Drafting feeds single tokens, with padding in the middle and at the end, and rejection spanning forwards."""
     with captured() as layers:
         run = started(model_of(), LENGTHS)
         run.cache.activate_past_recording()
@@ -78,7 +78,7 @@ def test_a_crop_after_every_step_is_generation() -> None:
 
 
 def test_rejected_tokens_leave_no_trace() -> None:
-    """Not even the pages that are held differ."""
+    """Even the pages that are held are the same."""
     run = started(model_of("gpt_oss"), LENGTHS)
     run.steps(tokens(4, 10))
     run.cache.activate_past_recording()
@@ -88,7 +88,7 @@ def test_rejected_tokens_leave_no_trace() -> None:
         run.feed(tokens(4, 7, seed))
         run.crop(7)
     assert all(torch.equal(*pair) for pair in zip(before, contents(run.cache)))
-    # a bit per column is kept in a buffer that grows ahead
+    # one bit per column is kept in a buffer that grows ahead of need
     assert replace(run.cache.memory(), compressed_bytes=memory.compressed_bytes) == memory
     assert run.cache.stores.all[0].pool.capacity == pages
     run.cache.check_integrity()
@@ -112,7 +112,7 @@ def test_crop_zero_keeps_everything() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_crop_zero_without_recording_changes_nothing(name: str) -> None:
-    """Also where Transformers' sliding-window layers are full, which refuse it by themselves."""
+    """This also holds if Transformers' sliding-window layers are full, which would refuse it by themselves."""
     run, other = started(model_of(name), LENGTHS), started(model_of(name), LENGTHS)
     run.crop(0)
     assert_equal_contents(run.cache, other.cache)
@@ -123,7 +123,7 @@ def test_crop_zero_without_recording_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_rows_of_a_cache_that_was_cropped_to_nothing(name: str) -> None:
-    """Are selected in all layers, those of Transformers' own included."""
+    """Rows are selected in all layers, including Transformers' own."""
     model = model_of(name)
     cache, ids = DiffKVCache(model), tokens(4, 6)
     model.set_attn_implementation("diffkv")
@@ -140,7 +140,7 @@ def test_rows_of_a_cache_that_was_cropped_to_nothing(name: str) -> None:
 
 
 def test_a_full_sliding_window_cannot_be_taken_back() -> None:
-    """A model without any compressed layer; Transformers' own error is a RuntimeError that names no remedy."""
+    """Without a compressed layer, Transformers' own error is a RuntimeError that names no remedy."""
     model = model_of("gemma2", layer_types=["sliding_attention"] * 2)
     with pytest.warns(UserWarning, match="compresses nothing"):
         run = started(model, LENGTHS)
@@ -156,12 +156,12 @@ def test_a_full_sliding_window_cannot_be_taken_back() -> None:
 
 
 def test_a_sliding_window_holds_nothing_of_a_prompt_beside_it() -> None:
-    """Views of a whole prompt's keys and values would keep them, in every copy as well, and `memory` not count them."""
+    """Views of a whole prompt's keys and values would keep them alive, even in copies, without counting in `memory`."""
 
     def check(cache: DiffKVCache) -> None:
         tensors = [t for layer in cache.layers if hasattr(layer, "sliding_window") for t in vars(layer).values()]
         storages = [t.untyped_storage() for t in tensors if torch.is_tensor(t)]
-        # a step leaves the storage of the token that it drops
+        # a step leaves the dropped token's storage in place
         token = 2 * 2 * 16 * 8
         assert 0 < sum(storage.nbytes() for storage in storages) <= cache.memory().other_bytes + token
 
@@ -284,7 +284,7 @@ def test_recorded_tokens_count_and_show_as_window() -> None:
 
 @pytest.mark.parametrize("length", [513, 700])
 def test_long_prompts_while_recording(length: int) -> None:
-    """Only the newest 256 tokens can be taken back; what stands before them is stored as one forward."""
+    """Only the newest 256 tokens can be taken back; the tokens before them are stored as one forward."""
     with captured() as layers:
         model = model_of()
         run = Run(model, DiffKVCache(model.config, CONFIG), 2)
@@ -314,7 +314,7 @@ def test_long_prompts_while_recording(length: int) -> None:
 
 
 def test_rows_chosen_while_recording() -> None:
-    """Rows are dropped, doubled and swapped while some of their tokens may still be rejected."""
+    """Rows are dropped, duplicated and swapped while some of their tokens may still be rejected."""
     model, index = model_of("gemma2"), [3, 0, 0]
     run = started(model, LENGTHS)
     run.cache.activate_past_recording()

@@ -1,4 +1,4 @@
-"""Effects of a capture on PyTorch, with CUDA imitated on the CPU."""
+"""Effects of a capture on PyTorch, with CUDA faked on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = [torch.device("cuda", index) for index in range(2)]
 
 
 class FakeCuda:
-    """State that PyTorch 2.11 keeps while it captures."""
+    """State that PyTorch 2.11 keeps while capturing."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -127,7 +127,7 @@ def test_a_capture(cuda: FakeCuda) -> None:
 
     def work() -> str:
         assert not gc.isenabled()
-        # other threads may draw numbers
+        # other threads may draw random numbers
         cuda.generators[0].draw()
         return "output"
 
@@ -185,7 +185,7 @@ def test_a_capture_that_fails_leaves_pytorch_as_it_was(
         graph.capture(lambda: work(cuda))
     assert [generator.state for generator in cuda.generators] == states
     assert_as_before(cuda)
-    # PyTorch releases the memory of captures that ended, but not of others, and keeps their addresses
+    # PyTorch releases the memory of captures that ended, but not that of others, and keeps their addresses
     assert cuda.released == ([(1, (0, 1))] if invalidated else [])
     assert cuda_graph._invalidated == ([graph._graph] if invalidated else [])
     cuda.invalid, cuda.instantiable = False, True
@@ -194,7 +194,7 @@ def test_a_capture_that_fails_leaves_pytorch_as_it_was(
 
 
 class WatchedLock:
-    """Tells when somebody has to wait for it."""
+    """Reports when a thread has to wait for it."""
 
     def __init__(self) -> None:
         self.lock, self.awaited = threading.Lock(), threading.Event()

@@ -1,4 +1,4 @@
-"""What forwards and calls leave that ended with an error, in another mode, or needed a recording."""
+"""Leftovers of forwards and calls that ended with an error, ended in another mode, or needed a recording."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATES = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="models
 
 @functools.cache
 def hybrid() -> PreTrainedModel:
-    """A model with convolutions before, between and behind two compressed layers."""
+    """A model with convolutions before, between and after two compressed layers."""
     return tiny_model("lfm2", num_hidden_layers=len(KINDS), layer_types=KINDS)
 
 
@@ -69,7 +69,7 @@ def test_a_hybrid_interrupted_in_any_layer_is_never_wrong(place: int) -> None:
         generate(model, text, cache)
     hook.remove()
     if place == len(KINDS) - 1:
-        # all layers have the tokens
+        # all layers hold the tokens
         assert cache.get_seq_length() == text.shape[1]
         longer = torch.cat([text, ids(3, seed=8)], 1)
         assert torch.equal(generate(model, longer, cache), generate(model, longer, expected))
@@ -86,7 +86,7 @@ def test_a_hybrid_interrupted_in_any_layer_is_never_wrong(place: int) -> None:
 @pytest.mark.parametrize("count", [1, 5], ids=["step", "turn"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_a_hybrids_own_forward_that_failed_behind_its_first_states(name: str, count: int) -> None:
-    """The next forward begins in the very layer in which this one ended."""
+    """The next forward begins in the same layer in which this one ended."""
     model = tiny_model(name, "diffkv", **FAMILIES[name].options)
     cache = DiffKVCache(model.config, LOSSLESS)
     model(ids(40), **passing(cache))
@@ -121,7 +121,7 @@ def test_a_look_at_a_state_is_no_forward(place: int) -> None:
 
 @STATES
 def test_a_hybrid_that_refused_tokens_says_so() -> None:
-    """Its convolutions had taken the tokens, and cannot give them back."""
+    """Its convolutions have consumed the tokens and cannot give them back."""
     model, cache = hybrid(), DiffKVCache(hybrid(), LOSSLESS)
     mask = torch.ones_like(ids(40))
     mask[0, :5] = 0
@@ -196,7 +196,7 @@ def test_a_kept_exception_keeps_no_claim() -> None:
     text = generate(model, ids(40), DynamicCache(config=model.config), new=5)
     assert generate(model, text, cache, new=3).shape[1] == 48
     cache.fork(1)
-    # an empty cache belongs to nobody
+    # an empty cache belongs to no model
     empty = DiffKVCache(model, high="K5V4", low="K5V4", max_bytes=3000)
     kept = []
     for each in (model, tiny_model("llama", seed=2)):
@@ -231,7 +231,7 @@ def test_a_call_that_took_tokens_back_leaves_no_recording(fails: bool, tmp_path:
 
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("lfm2", marks=STATES)])
 def test_a_call_that_stored_nothing_leaves_no_recording(name: str) -> None:
-    """Layers of Transformers' own that are still empty know no `crop`."""
+    """Transformers' own layers have no `crop` while they are empty."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("stopped here")

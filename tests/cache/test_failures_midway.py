@@ -1,4 +1,4 @@
-"""Errors and interrupts at any place: the cache is as it was, or refuses further use."""
+"""Errors and interrupts at any point: the cache is as before, or refuses further use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (50, 30)
 
 
 class Failure(RuntimeError):
-    """What PyTorch raises, for example when a device is out of memory."""
+    """An error like those of PyTorch, for example when a device runs out of memory."""
 
 
 def begun() -> Run:
@@ -40,7 +40,7 @@ def recorded() -> Run:
 def failing(
     monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, does_it: bool, error: type[BaseException] = Failure
 ) -> Callable[[], None]:
-    """Makes a function fail from now on, before or after its work; returns what ends this."""
+    """Makes a function fail from now on, before or after its work; returns a function that ends this."""
     whole = getattr(holder, name)
 
     def fail(*args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Free memory of a CPU within a container or a service, whose limit the machine's free memory does not show."""
+"""Free memory of a CPU in a container or service, whose limit is not visible in the machine's free memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_limit_of_the_group_counts(
     monkeypatch.setattr(free_memory, "OWN_GROUPS", own)
     own.write_text("9:cpu,cpuacct:/other\n0::/a/b\n" if version == "2" else "4:pids:/other\n3:memory:/a/b\n0::/x\n")
     assert free_memory.free_bytes(CPU) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    # a container sees its own group as the root, under the path that it has outside
+    # a container sees its own group as the root, under its path on the outside
     write_group(groups / root / ("" if inside else "a"), version, 9_000_000, 4_000_000, 1_000_000)
     assert free_memory.free_bytes(CPU) == 6_000_000
     assert free_memory.budget_of("50%", CPU) == 3_000_000

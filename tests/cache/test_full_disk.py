@@ -1,4 +1,4 @@
-"""Saving on a full disk: an `OSError`, and the files of before stay."""
+"""Saving to a full disk: an `OSError`, and the earlier files remain."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
 
 
 def test_figures_of_a_run_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of a run says so, and leaves no damaged file to the one that waits for it."""
+    """The process of a run reports this, and leaves no damaged file for the process that waits for it."""
 
     def fail(job: Any) -> None:
         raise ValueError("an error " * 10)

@@ -1,6 +1,6 @@
 """Random operations on a cache against a model that keeps no cache at all.
 
-`HF_DIFFKV_FUZZ=N` runs N sequences instead of the few that CI can afford, from the seed `HF_DIFFKV_FUZZ_SEED` on.
+`HF_DIFFKV_FUZZ=N` runs N sequences instead of the few that CI can afford, starting at seed `HF_DIFFKV_FUZZ_SEED`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FIRST_SEED = int(os.environ.get("HF_DIFFKV_FUZZ_SEED", 0))
 OPERATIONS = 14
 LONGEST = 160
 FULL = Precision(16, 16)
-# exact as well, but another precision: what has both chooses between them
+# exact as well, but a different precision, so that a cache with both chooses between them
 FULL_IN_GROUPS = Precision(16, 16, 2, 2)
-# nothing is lost at these; with alpha_high above 0 tokens move between two tiers that are both exact
+# lossless configurations; with alpha_high above 0, tokens move between two tiers that are both exact
 CONFIGS = [
     DiffKVConfig(
         FULL,
@@ -46,11 +46,11 @@ CONFIGS = [
         (0.7, 9, 700),
     ]
 ]
-# each head at one of them, and the layers in stores of their own
+# each head at one of them, and layers in separate stores
 THIRD = Precision(16, 16, 1, 2)
 HEADS = ((FULL, FULL_IN_GROUPS), (THIRD, FULL))
 CONFIGS += [DiffKVConfig(head_precisions=HEADS, window=5, page_bytes=1024)]
-# heads of a layer as they are, tokens of another layer between two tiers
+# fixed precisions for the heads of one layer, two tiers for the tokens of another
 MIXED = ((THIRD, FULL), None)
 CONFIGS += [DiffKVConfig(FULL, FULL_IN_GROUPS, alpha_high=1.0, head_precisions=MIXED, window=4, page_bytes=1024)]
 
@@ -63,7 +63,7 @@ def of_model(config: DiffKVConfig, model: PreTrainedModel) -> DiffKVConfig:
 
 
 class Fuzz:
-    """Runs that share no state a user could see, each checked against its own history."""
+    """Runs that share no state visible to a user, each checked against its own history."""
 
     def __init__(self, seed: int, models: tuple[PreTrainedModel, PreTrainedModel], folder: Path) -> None:
         self.random = random.Random(seed)
@@ -78,7 +78,7 @@ class Fuzz:
     # every forward
 
     def feed(self, run: Run, count: int, padding: float) -> Tensor:
-        """Feeds random tokens, which `compare` must follow."""
+        """Feeds random tokens; `compare` must come next."""
         batch = run.ids.shape[0]
         generator = torch.Generator().manual_seed(self.random.randrange(10**6))
         ids = torch.randint(3, VOCABULARY, (batch, count), generator=generator)
@@ -91,7 +91,7 @@ class Fuzz:
 
     @torch.no_grad()
     def compare(self, run: Run, *logits: Tensor) -> None:
-        """The logits of the newest tokens, [batch, n, vocabulary] each, with those of a forward over everything."""
+        """Logits of the newest tokens, each [batch, n, vocabulary], and those of a forward over everything."""
         positions = (run.mask.cumsum(-1) - 1).clamp(min=0)
         expected = self.dense(run.ids, attention_mask=run.mask, position_ids=positions, use_cache=False).logits
         actual = torch.cat(logits, 1)
@@ -120,7 +120,7 @@ class Fuzz:
         self.compare(run, self.feed(run, self.random.randint(2, 25), self.random.choice([0.0, 0.4])))
 
     def hide(self, run: Run) -> None:
-        """The next forward's mask hides the ends of some rows. (What came after a token has seen it.)"""
+        """Hides the ends of some rows with the next forward's mask. (Later tokens have seen them.)"""
         seen = run.mask.shape[1]
         counts = [self.random.choice([0, 1, self.random.randint(0, seen)]) for _ in range(run.mask.shape[0])]
         run.mask = run.mask * (torch.arange(seen) < seen - torch.tensor(counts)[:, None]).long()

@@ -1,4 +1,4 @@
-"""The cache that `generate()` is given is the one that the model uses, or an error says why not."""
+"""The cache given to `generate()` is the one that the model uses, or an error says why not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.errors import CacheNotUsedError
 from hf_diffkv.compat import CACHE_NAMES, passed, passing
 
-# the text beyond which these models rotate keys by other factors, and compute all of it anew
+# length past which these models rotate keys by other factors, and recompute all of it
 BOUND = 64
 NEW = 12
 LOSSLESS = DiffKVConfig.lossless(window=16)
@@ -96,7 +96,7 @@ def test_other_ways_to_generate_past_the_original_length(options: dict[str, Any]
 
 
 def test_tokens_can_be_taken_back_past_the_original_length() -> None:
-    """Candidates are computed with the factors of the text that they would make, so the text is not quite plain."""
+    """Candidates are computed with the factors of the text they would form, so the text is not quite the plain one."""
     model, ids = phi(), prompt(BOUND - 5).repeat(1, 2)[:, : BOUND - 5]
     cache = DiffKVCache(model.config, LOSSLESS)
     text = generate(model, ids, prompt_lookup_num_tokens=3, **passing(cache))
@@ -119,7 +119,7 @@ def test_a_part_of_the_text_cannot_be_computed_anew() -> None:
     assert torch.equal(text, generate(model, whole, use_cache=False))
 
 
-# models that do with a cache as they like
+# models that manage the cache themselves
 
 
 def drop(cache: DiffKVCache) -> None:
@@ -133,7 +133,7 @@ def another(cache: DiffKVCache) -> DynamicCache:
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("change", [drop, another, copy.deepcopy], ids=lambda change: change.__name__)
 def test_a_model_that_changes_the_cache_in_a_step(change: Callable, late: bool, monkeypatch: Any) -> None:
-    """Before or after what all models share has made a forward's arguments."""
+    """The change comes before or after the code common to all models has made a forward's arguments."""
     model, ids = tiny_model("llama"), prompt(20)
     original = type(model).prepare_inputs_for_generation
 
@@ -155,7 +155,7 @@ def test_a_model_that_changes_the_cache_in_a_step(change: Callable, late: bool, 
 
 
 def test_a_model_that_never_uses_the_cache(monkeypatch: Any) -> None:
-    """Though it says that it did."""
+    """The model nevertheless says that it did."""
     model = tiny_model("llama")
     original = type(model).forward
 
@@ -172,7 +172,7 @@ def test_a_model_that_never_uses_the_cache(monkeypatch: Any) -> None:
 
 
 def test_a_function_of_the_users_may_choose() -> None:
-    """What generates in place of `generate()` may use whatever cache it likes."""
+    """A function that replaces `generate()` may use any cache."""
 
     def uncached(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for _ in range(3):
@@ -190,7 +190,7 @@ def test_a_function_of_the_users_may_choose() -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_nothing_deprecated_is_asked_for(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers warns once in a process of names that it gave up; every such warning is counted here."""
+    """Transformers warns once per process about deprecated names; every such warning is counted here."""
     warned: list[str] = []
     for module in [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]:
         logger = vars(module).get("logger")

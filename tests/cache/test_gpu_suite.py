@@ -1,4 +1,4 @@
-"""The tests for GPUs, at small sizes on the CPU: that they run at all, and can pass."""
+"""The GPU tests at small sizes on the CPU: they run at all, and can pass."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_caches_that_leave_the_device(load, tmp_path: Path) -> None:
 
 @pytest.fixture
 def captured(load, recorded, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Captures are recorded, so what is compiled is compiled to the same operations."""
+    """Records captures, so that what is compiled is compiled to the same operations."""
     module = load("test_graphs_on_gpu")
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     compile_model = torch.compile

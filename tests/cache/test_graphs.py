@@ -1,4 +1,4 @@
-"""Captured decode steps give the text that steps from Python give, on the CPU with a recorded graph."""
+"""Captured decode steps give the same text as steps from Python, on the CPU with a recorded graph."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_the_same_text_across_refreshes_and_growth(steps) -> None:
     tokens, mask = padded(1, 5)
     cache, eager = assert_alike(build(2), tokens, 12, {}, attention_mask=mask)
     (step,) = steps
-    # one step runs from Python, and the next is captured for all others
+    # one step runs from Python, and the next is captured for all later ones
     assert step.replays == 10 and step.captures == 1
     assert len(RecordedGraph.made) == step.captures
-    # the pool has grown on the way, and the cache is as it would have been
+    # the pool has grown along the way, and the cache is as it would have been
     store, other = cache.stores.all[0], eager.stores.all[0]
     assert cache.get_seq_length() == eager.get_seq_length() == 23
     for name in STATE:
@@ -75,7 +75,7 @@ def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
 
 @pytest.mark.slow
 def test_layers_of_several_precisions(steps) -> None:
-    """Layers of each pair have a store of their own."""
+    """Layers of each pair have their own store."""
     model = build(3, num_key_value_heads=2)
     tokens, mask = padded(1, 5)
     cache, eager = assert_alike(model, tokens, 12, {"head_precisions": HEAD_PRECISIONS}, attention_mask=mask)
@@ -91,7 +91,7 @@ def test_layers_of_several_precisions(steps) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, tuple]]:
-    """List of all launches: whether it was captured, and its `form`."""
+    """List of all launches: whether each was captured, and its `form`."""
     found: list[tuple[bool, tuple]] = []
     launch = InterpretedFunction.run
 
@@ -105,7 +105,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, tuple]]:
 
 @pytest.mark.slow
 def test_several_stores_launch_no_more_for_a_layer(steps, launched: list) -> None:
-    """Each store has a compaction of its own, and each layer what it would have in one store."""
+    """Each store has its own compaction, and each layer launches the same as in a single store."""
     model = build(2)
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(8))
     found = []
@@ -121,7 +121,7 @@ def test_several_stores_launch_no_more_for_a_layer(steps, launched: list) -> Non
 
 @pytest.mark.slow
 def test_several_stores_under_a_budget(steps) -> None:
-    """The ring of each is made ahead, and stays where it is."""
+    """Each store's ring is made ahead of time and stays in place."""
     model = build(2, num_key_value_heads=2)
     tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(3))
     fields = {"head_precisions": HEAD_PRECISIONS[:2]}
@@ -130,7 +130,7 @@ def test_several_stores_under_a_budget(steps) -> None:
 
 
 def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the compaction out of the graph, which breaks the cache. So the test above can fail."""
+    """Leaving the compaction out of the graph breaks the cache, which shows that the test above can fail."""
     for place in ("hf_diffkv.store.compaction", "hf_diffkv.cache.graphs"):
         monkeypatch.setattr(f"{place}.compact", lambda store: None)
     tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -158,7 +158,7 @@ def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -
 
 @pytest.mark.slow
 def test_heads_are_lowered_between_replays(steps) -> None:
-    """The text is that of steps from Python, which lower the same rows."""
+    """The text equals that of steps from Python, which lower the same rows."""
     tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(3))
     model = build(2, num_key_value_heads=2)
     fields = {"high": "K4V4", "low": "K4V4", "alpha_high": 0.0, "alpha_low": 0.0}
@@ -168,16 +168,16 @@ def test_heads_are_lowered_between_replays(steps) -> None:
     cache, eager = assert_alike(model, tokens, 24, {**fields, "max_bytes": limit})
     (store,), (other,) = cache.stores.all, eager.stores.all
     assert store.lowering.tokens == other.lowering.tokens > 0 and torch.equal(store.low_heads, other.low_heads)
-    # from K8V8 by K6V5 to K4V4
+    # from K8V8 via K6V5 to K4V4
     assert store.stage == other.stage == 1 and not store.low_heads.all()
-    # tables that widen are captured anew
+    # tables that widen require a new capture
     assert steps[0].replays >= 12
     assert cache.memory().bytes <= limit
 
 
 @pytest.mark.slow
 def test_heads_of_several_stores_are_lowered_between_replays(steps) -> None:
-    """Pages change hands between the stores, which stay where the graph reads them."""
+    """Pages move between the stores, which stay where the graph reads them."""
     tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(3))
     model = build(2, num_key_value_heads=2)
     fields = {"head_precisions": [["K8V8", "K4V2"], ["K4V4", "K4V4"]]}
@@ -188,7 +188,7 @@ def test_heads_of_several_stores_are_lowered_between_replays(steps) -> None:
     for store, other in zip(cache.stores.all, eager.stores.all):
         assert store.lowering.tokens == other.lowering.tokens and torch.equal(store.low_heads, other.low_heads)
     assert cache.memory().lowered > 0 and cache.memory().bytes <= limit
-    # tables that widen are captured anew
+    # tables that widen require a new capture
     assert steps[0].replays >= 12
 
 
@@ -275,7 +275,7 @@ def test_a_host_read_in_the_model_is_not_captured(model, steps, monkeypatch, cap
         run(model, True, tokens, 4)
         run(model, True, tokens, 4)
     assert steps[0].replays == 0 and caplog.text.count("not permitted during a capture") == 1
-    # nor is it tried again with this model
+    # nor is it retried with this model
     assert len(steps) == 1
 
 
@@ -299,7 +299,7 @@ def test_a_full_device_is_no_reason_to_give_up(model, steps, monkeypatch, caplog
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "linear"])
 @pytest.mark.sampled(100)
 def test_rotary_frequencies_that_change_with_the_length(steps, kind: str) -> None:
-    """Models read the length off the device at every step, to choose them."""
+    """To choose them, models read the length from the device at every step."""
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"original_max_position_embeddings": 16, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -310,7 +310,7 @@ def test_rotary_frequencies_that_change_with_the_length(steps, kind: str) -> Non
 
 
 def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> None:
-    """The error a step from Python raises, at the next look at the device."""
+    """The error of a step from Python, when the host next reads the device."""
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(7))
     cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
     step = graphs.DecodeStep.__call__
@@ -326,7 +326,7 @@ def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> N
 
 
 def form(kernel: InterpretedFunction, args: tuple, kwargs: dict) -> tuple:
-    """Returns what Triton specialises a launch by: dtypes, and whether numbers are 1 or multiples of 16."""
+    """Returns what Triton specialises a launch on: dtypes, and whether numbers are 1 or multiples of 16."""
     any_value = kernel.kwargs["do_not_specialize"] or ()
     found = []
     for name, value in {**dict(zip(kernel.arg_names, args)), **kwargs}.items():
@@ -343,7 +343,7 @@ def form(kernel: InterpretedFunction, args: tuple, kwargs: dict) -> tuple:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.sampled(100)
 def test_a_capture_compiles_nothing(model, steps, launched: list, masked: bool, batch: int) -> None:
-    """Checks that the step before the capture has compiled and loaded every launch; a capture forbids both."""
+    """Checks that the step before the capture has compiled and loaded every launch, which a capture forbids."""
     tokens = torch.randint(0, 96, (batch, 10), generator=torch.Generator().manual_seed(8))
     mask = torch.ones_like(tokens)
     if masked:

@@ -1,4 +1,4 @@
-"""A prompt that does not begin with the tokens a cache holds is refused; what continues them is not."""
+"""A prompt that does not begin with the tokens a cache holds is refused; one that continues them is not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_diffkv.prefixes import PrefixStore
 
 pytestmark = pytest.mark.oldest
 LONGER = 6
-# the sizes of what is compared: positions below PROMPT were given, the next NEW - 1 were generated and are held too
+# sizes: positions below PROMPT were given; the next NEW - 1 were generated and are held too
 PROMPT, NEW = 30, 5
 
 
@@ -37,13 +37,13 @@ def generate(model: PreTrainedModel, ids: Tensor, cache: DiffKVCache, count: int
 
 
 def begun(model: PreTrainedModel, batch: int = 1, **options: object) -> tuple[DiffKVCache, Tensor]:
-    """A cache after a call of `generate()`, and what that returned."""
+    """A cache after a call of `generate()`, and the call's output."""
     cache = DiffKVCache(model.config, CONFIG)
     return cache, generate(model, tokens(batch, PROMPT), cache, **options)
 
 
 def continued(ids: Tensor, row: int = 0, position: int | None = None) -> Tensor:
-    """`ids` and new tokens behind them; with `position` another token there, in sequence `row`."""
+    """Returns `ids` followed by new tokens; with `position`, sequence `row` has a different token there."""
     ids = torch.cat([ids, tokens(ids.shape[0], LONGER, seed=2)], dim=1)
     if position is not None:
         ids[row, position] = (ids[row, position] + 1) % VOCABULARY
@@ -51,7 +51,7 @@ def continued(ids: Tensor, row: int = 0, position: int | None = None) -> Tensor:
 
 
 def refused(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, position: int, row: int = 0) -> None:
-    """Nothing has changed then."""
+    """Nothing has changed after the refusal."""
     before = contents(cache)
     with raises(ValueError, f"part at position {position} of sequence {row},", "cache.reset()", "whole conversation"):
         generate(model, ids, cache)
@@ -61,7 +61,7 @@ def refused(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, position: i
 @pytest.mark.parametrize("row, position", [(0, 0), (1, PROMPT - 1), (0, PROMPT), (1, PROMPT + NEW - 2)])
 @pytest.mark.sampled(100)
 def test_other_tokens(model: PreTrainedModel, row: int, position: int) -> None:
-    """Given or generated ones; the call with the right tokens is then as if nothing had been."""
+    """For given or generated tokens; afterwards, the call with the right tokens is as if nothing had happened."""
     cache, written = begun(model, batch=2)
     untouched = copy.deepcopy(cache)
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_other_tokens(model: PreTrainedModel, row: int, position: int) -> None:
 
 
 def test_an_unrelated_prompt_without_a_mask(model: PreTrainedModel) -> None:
-    """Refuses the prompt, and takes it after `reset()`."""
+    """The prompt is refused, and accepted after `reset()`."""
     cache, _ = begun(model)
     other = tokens(1, 2 * PROMPT, seed=9)
     with raises(ValueError, "part at position 0", "new DiffKVCache"):
@@ -100,7 +100,7 @@ def test_what_padding_says_is_nothing(model: PreTrainedModel) -> None:
 
 
 def test_turns_of_new_tokens_alone(model: PreTrainedModel) -> None:
-    """Passes a mask over all tokens, and expects all turns to be held afterwards."""
+    """A mask over all tokens is passed, and all turns are then held."""
     cache, written = begun(model)
     for turn in range(3):
         new = torch.cat([written[:, -1:], tokens(1, LONGER, seed=turn)], dim=1)
@@ -127,7 +127,7 @@ def test_a_buffer_that_is_used_again(model: PreTrainedModel) -> None:
 
 
 def test_beams(model: PreTrainedModel) -> None:
-    """The cache ends with the beams of the last step, which need not be the one returned: only the prompt is common."""
+    """The cache ends with the last step's beams, which may not include the one returned: only the prompt is common."""
     cache, _ = begun(model, num_beams=3)
     ids = continued(tokens(1, PROMPT), position=2).repeat(3, 1)
     refused(model, cache, ids, 2)
@@ -148,7 +148,7 @@ def test_sequences_that_move(model: PreTrainedModel, move: str) -> None:
     cache, written = begun(model, batch=3)
     change, rows = MOVES[move]
     change(cache)
-    # every sequence has another first token than its neighbours
+    # every sequence has a different first token from its neighbours
     assert written[:, 0].unique().numel() == 3
     if move != "repeat":
         refused(model, cache, continued(written[: len(rows)]), 0)
@@ -186,7 +186,7 @@ def test_embeddings_say_nothing_of_tokens(model: PreTrainedModel) -> None:
     none = torch.zeros(1, 0, dtype=torch.int64)
     said = generate(model, none, cache, inputs_embeds=embeds, attention_mask=torch.ones(1, PROMPT))
     assert all(piece.start >= PROMPT for piece in cache.held_tokens.pieces(cache.get_seq_length()))
-    # other ids than those that were embedded
+    # ids other than those that were embedded
     generate(model, continued(torch.cat([tokens(1, PROMPT, seed=8), said], dim=1)), cache)
 
 
@@ -197,7 +197,7 @@ def test_tokens_fed_by_hand_are_unknown(model: PreTrainedModel) -> None:
     ids = torch.cat([written[:, :-1], tokens(1, 9, seed=6)], dim=1)
     refused(model, cache, continued(ids, position=5), 5)
     generate(model, continued(ids), cache)
-    # what generate() gave since then is known, what stands before it still is not
+    # what generate() returned since then is known; what comes before it still is not
     again = torch.cat([ids, tokens(1, LONGER, seed=2)], dim=1)
     refused(model, cache, continued(again, position=ids.shape[1] + 1), ids.shape[1] + 1)
     first = DiffKVCache(model.config, CONFIG)
@@ -219,7 +219,7 @@ def test_a_forward_that_fails_is_not_held(model: PreTrainedModel) -> None:
 
 
 def test_what_the_host_waits_for(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads the device once to compare a prompt, and never in a step."""
+    """The device is read once to compare a prompt, and never in a step."""
     cache, written = begun(model)
     with HostReads(monkeypatch) as reads:
         generate(model, continued(written), cache)
@@ -244,7 +244,7 @@ def test_copies_hold_the_same(model: PreTrainedModel, way: str, tmp_path: Path) 
 
 
 def test_prefixes(model: PreTrainedModel) -> None:
-    """A cache that a store gives knows the tokens it was found by."""
+    """A cache from a store knows the tokens by which it was found."""
     store, ids = PrefixStore(model, CONFIG), tokens(1, PROMPT)
     for _ in range(3):
         cache = store.lookup(ids)

@@ -1,4 +1,4 @@
-"""Masks that hide tokens which were stored: from then on they are as padding."""
+"""Masks that hide stored tokens: from then on, the tokens count as padding."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LENGTHS = (90, 33, 5, 64)
 
 
 def lossless(model: Any, **options: Any) -> DiffKVCache:
-    """Both tiers are exact, so tokens move between them but lose nothing; without thresholds there is only one."""
+    """Both tiers are exact, so tokens move between them losslessly; without thresholds there is only one."""
     two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}
     return DiffKVCache(model.config, DiffKVConfig.lossless(**{"window": 8, **two_tiers, **options}))
 
 
 def ends(run: Run, counts: tuple[int, ...]) -> None:
-    """Hides the last tokens of each row: its answer was shorter than the longest."""
+    """Hides the last tokens of each row, as if its answer were shorter than the longest."""
     for row, count in enumerate(counts):
         run.mask[row, run.mask.shape[1] - count :] = 0
 
@@ -51,7 +51,7 @@ def ends(run: Run, counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(100)
 def test_a_conversation_of_uneven_answers(name: str) -> None:
-    """`generate` pads the rows that finish early; from the next turn on the mask hides that padding."""
+    """`generate` pads the rows that finish early; from the next turn on, the mask hides that padding."""
     model = tiny_model(name, "eager")
 
     def talk(cache: Any) -> list[Tensor]:
@@ -104,7 +104,7 @@ def test_compressed_tokens_equal_the_simulation_without_the_hidden_ones(name: st
                 followed.feed(tokens(4, 1, seed))
             ends(run, ((0, 7, 19, 2), (20, 0, 1, 18), (3, 0, 0, 0), (9, 9, 30, 0))[turn])
             followed.feed(*ragged_prompts(((9, 3, 0, 4), (1, 1, 1, 1), (30, 2, 8, 0), (2, 2, 2, 2))[turn], seed=turn))
-        # anywhere, not only at the end of a turn, and together with a step of one token
+        # anywhere, not only at the end of a turn, and also in a step of one token
         generator = torch.Generator().manual_seed(1)
         for seed in range(12):
             run.mask = run.mask * (torch.rand(run.mask.shape, generator=generator) > 0.05).long()
@@ -134,7 +134,7 @@ def test_hidden_tokens_give_their_pages_back() -> None:
 @pytest.mark.skipif(not SLIDING_LAYERS_RECORD, reason="Transformers' own sliding layers do not")
 @pytest.mark.parametrize("count", [1, 6], ids=["step", "turn"])
 def test_what_is_recorded_can_be_hidden(count: int) -> None:
-    """Stored tokens and some that may still be taken back; the latter are then padding of their forward."""
+    """Hides stored tokens and some that may still be taken back; the latter are then padding in their forward."""
     with captured() as layers:
         run = started(model_of("gemma2"), LENGTHS)
         run.cache.activate_past_recording()
@@ -181,7 +181,7 @@ def test_forks_copies_and_files_after_hiding(tmp_path: Any) -> None:
 
 
 def test_a_mask_of_four_dimensions() -> None:
-    """Honoured where it hides a token from all new ones."""
+    """It is honoured if it hides a token from all new ones."""
     run, other = started(model_of(), LENGTHS), started(model_of(), LENGTHS)
     ends(run, (3, 0, 1, 20))
     ends(other, (3, 0, 1, 20))
@@ -217,7 +217,7 @@ def test_what_is_gone_cannot_be_shown(name: str, case: str, recording: bool, cou
     with pytest.raises(ValueError, match="padding or hidden before.*attention_mask"):
         run.model(ids, attention_mask=mask, **passing(run.cache))
     assert all(torch.equal(*pair) for pair in zip(contents(run.cache), contents(twin.cache)))
-    # the sliding layer before the compressed one had taken the tokens
+    # the sliding layer before the compressed one had consumed the tokens
     assert torch.equal(run.feed(ids), twin.feed(ids))
     assert_equal_contents(run.cache, twin.cache)
     run.cache.check_integrity()
@@ -226,7 +226,7 @@ def test_what_is_gone_cannot_be_shown(name: str, case: str, recording: bool, cou
 @pytest.mark.parametrize("shows", [False, True], ids=["hides", "shows"])
 @pytest.mark.sampled(100)
 def test_where_the_host_must_not_wait_it_is_noticed_later(monkeypatch: pytest.MonkeyPatch, shows: bool) -> None:
-    """Imitates a GPU, where a step's mask is compared on the device and the host looks every few steps."""
+    """Imitates a GPU, where a step's mask is compared on the device and the host reads it every few steps."""
     monkeypatch.setattr(cache_layer, "reads_are_free", lambda device: False)
     run = started(model_of(), LENGTHS)
     ends(run, (3, 0, 1, 20))

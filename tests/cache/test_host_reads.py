@@ -1,6 +1,6 @@
-"""Between two refreshes a compiled or captured step reads nothing from the device; a refresh reads once.
+"""Between two refreshes, a compiled or captured step reads nothing from the device; a refresh reads once.
 
-Steps from Python: `test_fault_9_no_host_reads_between_two_refreshes`.
+For steps from Python, see `test_fault_9_no_host_reads_between_two_refreshes`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: st
         if index % Store.refresh_steps:
             assert reads_of_step == [], f"step {index}"
         else:
-            # the free list is read beside it where the pool grows
+            # the free list is also read when the pool grows
             assert reads_of_step[:2] == FIRST_READS and len(reads_of_step) <= 4, f"step {index}"
             assert all("FreeList" in read for read in reads_of_step[2:])
     cache.check_integrity()

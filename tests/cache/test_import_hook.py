@@ -1,4 +1,4 @@
-"""Importing the package before Transformers has loaded anything: registered as soon as its models are, and not before.
+"""Importing the package before Transformers has loaded anything: it registers once the models are loaded, not before.
 
 Every case needs a process in which nothing has been imported yet.
 """
@@ -75,7 +75,7 @@ assert len(calls) == 2 and not hooks()
 @pytest.mark.parametrize("first", ["modeling_utils", "generation.utils"])
 @pytest.mark.parametrize("outer", ["modeling_utils", "generation/utils", None])
 def test_neither_module_is_half_loaded_when_registering(tmp_path: Path, outer: str | None, first: str) -> None:
-    """Stand-ins of Transformers' modules, of which `outer` imports the other before it is complete."""
+    """Stand-ins for Transformers' modules, of which `outer` imports the other before it is complete."""
     inner = {"modeling_utils": "generation.utils", "generation/utils": "modeling_utils"}
     content = {"modeling_utils": "PreTrainedModel = 1", "generation/utils": "GenerationMixin = 2"}
     (tmp_path / "transformers/generation").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Caches find the moments of their model's queries, and go on with them wherever they are taken."""
+"""Caches find the moments of their model's queries, and keep using them wherever they are moved."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_moments_are_those_of_the_queries_that_attend() -> None:
         # two query heads for each KV head
         rows = queries.unflatten(0, (2, 2)).flatten(1, 2)
         expected = rows.mT @ rows / rows.shape[1]
-        # as many queries of both documents
+        # equal numbers of queries from both documents
         scale = expected.diagonal(dim1=1, dim2=2).amax()
         torch.testing.assert_close(moment_of(triangle) / len(given) / scale, expected / scale, rtol=0, atol=2**-7)
 
@@ -130,7 +130,7 @@ def test_copies_and_files_go_on_alike(tmp_path: Path) -> None:
     expected = keys(continued(model, cache, IDS[:, 20:]))
     for name, other in others.items():
         assert torch.equal(keys(continued(model, other, IDS[:, 20:])), expected), name
-    # without them it goes on as well, each element for itself
+    # without them it continues too, rounding each element separately
     plain = DiffKVCache.from_pretrained(tmp_path / "saved", model.config)
     assert not torch.equal(keys(continued(model, plain, IDS[:, 20:])), expected)
 

@@ -37,7 +37,7 @@ def test_replays_give_the_logits_of_eager_steps(model, steps, fields) -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_steps_of_the_reference_are_not_captured(model, steps) -> None:
-    """Kernels take no latents of eight groups."""
+    """Kernels do not support latents with eight groups."""
     expected, _ = run(model, False, high="K8V4g1/8")
     got, cache = run(model, True, high="K8V4g1/8")
     assert torch.equal(got, expected) and cache.stores.all[0].ops.backend == "reference"

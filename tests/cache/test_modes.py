@@ -1,4 +1,4 @@
-"""Every way to generate gives the same text with a lossless `DiffKVCache` and with a `DynamicCache`."""
+"""Every generation mode gives the same text with a lossless `DiffKVCache` as with a `DynamicCache`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def can_crop_empty_layers() -> bool:
 
 
 def said(model: PreTrainedModel, ids: Tensor | None = None, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Generated sequences; the same seed every time."""
+    """Generated sequences, with the same seed every time."""
     torch.manual_seed(7)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
     return model.generate(ids, attention_mask=mask, **options)
@@ -55,9 +55,9 @@ def dense(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
 
 
 def assert_same_tokens(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
-    """Compares with the dense cache, with a given cache and one that `generate` makes. Returns the sequences."""
+    """Compares the dense cache with a given cache and with one that `generate` makes. Returns the sequences."""
     expected = dense(model, *prompt, **options)
-    # low and high are both exact here, so tokens move between tiers but lose nothing
+    # low and high are both exact here, so tokens move between tiers losslessly
     two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}
     cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, **two_tiers))
     assert torch.equal(said(model, *prompt, **passing(cache), **options), expected)
@@ -104,7 +104,7 @@ def test_stop_strings() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(16)
 def test_requests_that_finish_early(name: str, mode: str) -> None:
-    """Left-padded requests stop at different steps; the others go on beside their padding."""
+    """Left-padded requests stop at different steps; the others continue alongside their padding."""
     options = {**MODES[mode], "eos_token_id": list(range(3, 14))}
     sequences = assert_same_tokens(tiny_model(name, "eager"), *ragged_prompts(LENGTHS), **options)
     new = sequences[:, max(LENGTHS) :]
@@ -124,7 +124,7 @@ def test_inputs_embeds(name: str) -> None:
 
 
 class Collected(BaseStreamer):
-    """Keeps what it is given."""
+    """Collects what it is given."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -153,7 +153,7 @@ def test_streaming(name: str, options: dict[str, Any]) -> None:
 
 
 class StopsAt(StoppingCriteria):
-    """Ends a request once its newest token is one of `stops`."""
+    """Ends a request when its newest token is one of `stops`."""
 
     def __init__(self, stops: Tensor) -> None:
         self.stops = stops
@@ -173,7 +173,7 @@ def test_custom_stopping_criteria(name: str) -> None:
 
 
 def repeated_prompt() -> tuple[Tensor, Tensor]:
-    """A text that repeats itself, so that looking up its past suggests tokens."""
+    """A repetitive text, so that prompt lookup suggests tokens."""
     ids = ragged_prompts((12,), seed=2)[0].repeat(1, 6)
     return ids, torch.ones_like(ids)
 
@@ -195,7 +195,7 @@ def crops(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 
 
 def assert_both_happened(crops: list[tuple[int, int]]) -> None:
-    """Some drafts were rejected, others accepted (the first token of a forward is never a draft)."""
+    """Checks that some drafts were rejected and others accepted (the first token of a forward is never a draft)."""
     assert any(rejected > 0 for _, rejected in crops), crops
     assert any(1 < accepted < 40 for accepted, _ in crops), crops
 
@@ -219,7 +219,7 @@ def dense_or_skip(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Te
 
 
 def noisy(name: str, share: float = 0.05) -> PreTrainedModel:
-    """The tiny model with its weights disturbed a little: mostly of the same opinion."""
+    """The tiny model with slightly perturbed weights, which mostly agrees with the original."""
     model, generator = tiny_model(name, "eager"), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -253,7 +253,7 @@ def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) 
 def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
     model, assistant = tiny_model(name, "eager"), noisy(name, 0.3)
     ids, mask = ragged_prompts((60,))
-    # the assistant gets no mask, so Transformers takes every padding id that was sampled for padding
+    # the assistant gets no mask, so Transformers takes every sampled padding id for padding
     options = {"assistant_model": assistant, "do_sample": True, "max_new_tokens": 40, "suppress_tokens": [PAD]}
     expected = dense_or_skip(model, ids, mask, **options)
     assistant.generation_config.update(**LOSSLESS)
@@ -266,7 +266,7 @@ def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 @pytest.mark.sampled(100)
 def test_early_exit(name: str, crops: list[tuple[int, int]]) -> None:
-    """The model's own first layers draft."""
+    """The model's own first layers write the drafts."""
     model = tiny_model(name, "eager")
     ids, mask = repeated_prompt()
     expected = dense(model, ids, mask)
@@ -279,7 +279,7 @@ def test_early_exit(name: str, crops: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(100)
 def test_two_turns(name: str) -> None:
-    """The second call of `generate` goes on with the cache of the first."""
+    """The second call of `generate` continues with the first call's cache."""
     model = tiny_model(name, "eager")
     ids, mask = ragged_prompts(LENGTHS)
     more, more_mask = ragged_prompts((5, 9, 1), seed=4)
@@ -298,7 +298,7 @@ def test_two_turns(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 @pytest.mark.sampled(100)
 def test_assisted_turns(name: str, how: str) -> None:
-    """A second call goes on with the cache, which Transformers gives the whole text once more."""
+    """A second call continues with the cache, with the whole text passed again."""
     model, assistant = tiny_model(name, "eager"), noisy(name)
     ids, mask = repeated_prompt()
     options = {"prompt_lookup_num_tokens": 4} if how == "lookup" else {"assistant_model": assistant}
@@ -313,7 +313,7 @@ def test_assisted_turns(name: str, how: str) -> None:
 
 
 def pair_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer of some pairs and words, whose tokens change as text follows."""
+    """Tokenizer of some pairs and words, whose tokens change when more text follows."""
     pairs = Tokenizer(models.BPE())
     pairs.pre_tokenizer, pairs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special, alphabet = ["<pad>", "<eos>"], pre_tokenizers.ByteLevel.alphabet()
@@ -324,7 +324,7 @@ def pair_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_an_assistant_with_another_tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text can change further back than in the tokens of the last round, which is all that `crop` takes back."""
+    """Its text can change further back than the tokens of the last round, which is all that `crop` takes back."""
     over: list[int] = []
     start_over = DiffKVCache.start_over
     monkeypatch.setattr(

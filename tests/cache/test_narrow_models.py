@@ -1,4 +1,4 @@
-"""Whole models whose cache has narrow pages."""
+"""Whole models with a cache on narrow pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = dataclasses.replace(CONFIG, metadata_bits=32)
 
 @pytest.mark.slow
 def test_levels_are_nearly_those_of_wide_pages() -> None:
-    """Compares levels token by token. Sums are off by about 1 %, and few tokens are that near to a threshold."""
+    """Compares levels token by token. Sums are off by about 1 %, and few tokens are that close to a threshold."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(TINY_LM)(TEXT, return_tensors="pt").input_ids[:, :500]
     model.set_attn_implementation("diffkv")
@@ -54,7 +54,7 @@ def test_answers() -> None:
 
 
 def test_requests_do_not_depend_on_their_batch() -> None:
-    """Sums are rounded at random, but not by the row of the batch or by pages."""
+    """Sums are rounded randomly, but independently of the row in the batch and of pages."""
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, mask = ragged_prompts((40, 90, 7))
     together = DiffKVCache(model.config, CONFIG)
@@ -74,7 +74,7 @@ def test_positions_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert caches[0].stores.all[0].layout.low.position_bytes == 2
     monkeypatch.setattr(state, "NARROW_POSITIONS", 52)
     inputs = {**passing(caches[0]), "use_cache": True}
-    # 49 tokens are stored, as the last one has not been read
+    # 49 tokens are stored, since the last one has not been read
     with pytest.raises(ValueError, match=r"53 tokens .* use metadata_bits=32"):
         model(torch.cat([text[:, -1:], ids[:, :3]], 1), **inputs)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_positions_are_narrow_where_the_model_says_so(positions: int | None, siz
 
 @pytest.mark.parametrize("config", [CONFIG, WIDE], ids=["narrow", "wide"])
 def test_a_saved_cache_goes_on_alike(config: DiffKVConfig, tmp_path: Path) -> None:
-    """Wide ones also where their configuration does not say so, as those that earlier releases saved."""
+    """Wide pages also load if their configuration does not name them, as in caches saved by earlier releases."""
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, mask = ragged_prompts((60, 4))
     cache = DiffKVCache(model.config, config)

@@ -1,4 +1,4 @@
-"""Counts the files that keys pass, from the attention function to pages."""
+"""Counts the files that keys pass through, from the attention function to pages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hf_diffkv.compat import passing
 from hf_diffkv.ops.backend import use_backend
 
 PACKAGE = str(Path(hf_diffkv.__file__).parent)
-# one of them ends the turn of the forward (cache/turns.py)
+# one of them ends the forward's turn (cache/turns.py)
 MOST_OF_A_PROMPT = 19
-# of one layer's token, in native code and in PyTorch
+# for one layer's token, in native code and in PyTorch
 MOST_OF_A_STEP = {"native": 7, "reference": 11}
 BACKENDS = [pytest.param("native", marks=needs_native), "reference"]
 CONFIGS = [DiffKVConfig.preset("balanced"), DiffKVConfig(window=8, alpha_low=0.02)]
 
 
 def files_entered(call: Callable[[], object], layers: int) -> set[str]:
-    """Runs `call`; returns the files of the package entered within the attention function of the first `layers`."""
+    """Runs `call`; returns the package's files entered within the attention function of the first `layers`."""
     entered: set[str] = set()
     depth = calls = 0
 
@@ -57,7 +57,7 @@ def test_a_prompts_keys_go_through_few_files(backend: str, config: DiffKVConfig)
     model = tiny_model("llama", "diffkv")
     ids, mask = ragged_prompts((70, 60))
     with use_backend(backend), torch.no_grad():
-        # what is imported or made once does not count
+        # what is imported or built only once does not count
         model(ids, attention_mask=mask, **passing(DiffKVCache(model.config, config)))
         cache = DiffKVCache(model.config, config)
         entered = files_entered(lambda: model(ids, attention_mask=mask, **passing(cache)), len(cache.layers))
@@ -79,7 +79,7 @@ def test_a_steps_keys_go_through_few_files(backend: str, config: DiffKVConfig) -
 
     with use_backend(backend), torch.no_grad():
         model(ids, attention_mask=mask, **passing(cache))
-        # the first step looks at the device and makes the records of rows
+        # the first step reads the device and makes the records of rows
         step()
         entered = files_entered(step, 1)
     assert {"cache/attention.py", "cache/layer.py", "store/decode.py"} <= entered

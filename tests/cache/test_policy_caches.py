@@ -1,4 +1,4 @@
-"""Caches of every policy: thresholds that a row has learnt go with it, and budgets hold on top."""
+"""Caches with every policy: thresholds learnt by a row move with it, and budgets are also kept."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_rows_that_are_reordered_stay_what_they_were(model: PreTrainedModel, pol
     more = tokens(4, 15, 5)
     run.steps(more)
     straight.steps(first)
-    # the same tokens for the rows as they stood; row 1 stands for its copy
+    # the same tokens for the rows in their old order; row 1 stands for its copy
     for copy in (1, 2):
         other = straight.on(straight.cache.fork(1)[0])
         continued = torch.zeros_like(more)
@@ -110,7 +110,7 @@ def test_max_bytes_holds_for_every_policy(model: PreTrainedModel, policy: str) -
 
 
 def test_caches_saved_before_thresholds_were_per_request(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Format version 1: thresholds [layers, heads], and a configuration without options."""
+    """Format version 1 has thresholds [layers, heads], and a configuration without options."""
     run = started(model, LENGTHS, CONFIG)
     run.steps(tokens(4, 10))
     run.cache.save_pretrained(tmp_path, model)

@@ -1,4 +1,4 @@
-"""Copies and forks of a prefix, long conversations."""
+"""Copies and forks of a prefix, and long conversations."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_eight_forks_of_a_long_prefix_share_its_memory() -> None:
 
 @pytest.fixture
 def no_garbage_collector() -> Iterator[None]:
-    """Turns the garbage collector off, so that dropped objects must be freed without it."""
+    """Turns off the garbage collector, so that dropped objects must be freed without it."""
     gc.collect()
     gc.disable()
     yield
@@ -150,7 +150,7 @@ def test_a_dropped_cache_frees_its_memory_at_once(name: str) -> None:
 
 @pytest.mark.usefixtures("no_garbage_collector")
 def test_pages_count_their_owners() -> None:
-    """Counts owners. Every fork owns the pages until it goes or diverges, and then leaves them to the others."""
+    """Every fork owns the pages until it is deleted or diverges, and then leaves them to the others."""
     run = started(model_of(), LENGTHS)
     store = store_of(run.cache)
     pool, pages = store.pool, store.owned_pages()
@@ -188,7 +188,7 @@ def test_the_original_may_go_first() -> None:
     alone = started(model_of(), LENGTHS)
     assert torch.equal(forks[1].steps(tokens(4, 20)), alone.steps(tokens(4, 20)))
     assert_equal_contents(forks[1].cache, alone.cache)
-    # the last owner takes the pages as they are
+    # the last owner takes over the pages unchanged
     assert store_of(forks[1].cache).pool is pool
 
 
@@ -198,7 +198,7 @@ TURNS = [(5, 1, 30, 17), (0, 9, 2, 40), (3, 3, 3, 3), (25, 0, 0, 1), (1, 60, 8, 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 @pytest.mark.sampled(100)
 def test_many_uneven_turns_equal_the_simulation(name: str) -> None:
-    """Some requests say nothing in a turn, others a lot; answers of several tokens between the turns."""
+    """Some requests say nothing in a turn, others a lot; answers of several tokens come between the turns."""
     with captured() as layers:
         followed = Followed(started(model_of(name), LENGTHS), layers, CONFIG)
         for turn, lengths in enumerate(TURNS):
@@ -208,12 +208,12 @@ def test_many_uneven_turns_equal_the_simulation(name: str) -> None:
 
 
 FULL = Precision(16, 16)
-# all tokens leave the window at once and fill small pages, so a step often needs new ones
+# all tokens leave the window at once and fill small pages, so steps often need new pages
 HUNGRY = DiffKVConfig(FULL, FULL, alpha_high=1.0, alpha_low=0.0, window=1, page_bytes=512)
 
 
 def assert_lossless_steps(runs: list[Run]) -> None:
-    """20 steps of all runs in turns; each says what a model without a cache says."""
+    """Runs 20 steps of all runs in turns, and compares each with a model without a cache."""
     dense = model_of(attention="sdpa")
     for step in range(20):
         for number, run in enumerate(runs):
@@ -228,7 +228,7 @@ def assert_lossless_steps(runs: list[Run]) -> None:
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.sampled(100)
 def test_forks_that_decode_in_turns_leave_each_other_pages(before: int) -> None:
-    """Pages that one fork made ready for its next steps are not taken by another."""
+    """Pages that one fork prepared for its next steps are not taken by another."""
     run = started(model_of(), (20,), HUNGRY)
     run.steps(tokens(1, before + 1))
     assert_lossless_steps([run, *(run.on(cache) for cache in run.cache.fork(4))])

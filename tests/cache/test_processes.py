@@ -1,4 +1,4 @@
-"""Other processes, forked or started anew: each works on memory of its own, and the parent's cache stays as it was."""
+"""Other processes, forked or newly started: each works on its own memory, and the parent's cache is unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def cache(model: PreTrainedModel) -> DiffKVCache:
-    """Holds the prefix, high, low and pruned tokens among it."""
+    """Holds the prefix, with high, low and pruned tokens in it."""
     cache = DiffKVCache(model.config, alpha_high=1.5, alpha_low=0.5, window=32)
     with torch.no_grad():
         model(PREFIX, **passing(cache))
@@ -62,7 +62,7 @@ def in_child(work: Callable[[], list[int]]) -> list[int]:
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=lambda: send.send(work()))
     child.start()
-    # so that a child that dies without an answer is noticed
+    # so that a child that dies without answering is noticed
     send.close()
     tokens = receive.recv()
     child.join()
@@ -110,7 +110,7 @@ def test_a_spawned_process_gets_a_copy(model: PreTrainedModel, cache: DiffKVCach
 
 
 def test_sending_a_cache_leaves_its_memory_where_it_is(cache: DiffKVCache) -> None:
-    """PyTorch would move it into memory that processes share, while records and kernels know its addresses."""
+    """PyTorch would move it to shared memory, but records and kernels know its addresses."""
     (store,) = cache.stores.all
     before, addresses = contents(cache), store.addresses()
     received = pickle.loads(ForkingPickler.dumps([cache]))[0]
@@ -121,7 +121,7 @@ def test_sending_a_cache_leaves_its_memory_where_it_is(cache: DiffKVCache) -> No
 
 
 class Answers(Dataset):
-    """Answers questions about one prefix, in whatever process asks for an item."""
+    """Answers questions about one prefix, in whichever process requests an item."""
 
     def __init__(self, model: PreTrainedModel, cache: DiffKVCache) -> None:
         self.model, self.cache = model, cache

@@ -1,4 +1,4 @@
-"""Additions of the package's import to Transformers, the rest of which works as before."""
+"""What importing the package adds to Transformers, the rest of which works as before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hf_diffkv.compat import passing
 
 LENGTHS = (100, 31)
 FIELDS = {"alpha_high": 1.5, "alpha_low": 0.25, "window": 32}
-# what each model can be compared with: sdpa cannot cap logits or hold attention sinks
+# baseline for each model: sdpa supports neither soft-capping nor attention sinks
 STOCK = {"llama": "sdpa", "qwen3_moe": "sdpa", "gemma2": "eager", "gpt_oss": "eager"}
 
 
@@ -180,7 +180,7 @@ def test_a_model_saved_with_its_generation_config(tmp_path: Path) -> None:
 
 def loss_and_gradients(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
     ids, mask = ragged_prompts(LENGTHS)
-    # what a padding query sees is up to the implementation, so the first real token is not predicted from one
+    # what a padding query sees is implementation-defined, so the first real token is not predicted from one
     predicted = mask.bool() & mask.roll(1, dims=1).bool()
     model.train()
     loss = model(ids, attention_mask=mask, labels=torch.where(predicted, ids, -100)).loss

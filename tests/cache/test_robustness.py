@@ -1,4 +1,4 @@
-"""Threads, interruptions, compiled steps, and beams that run for long."""
+"""Threads, interrupts, compiled steps, and long beam searches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (90, 33, 1, 64)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.slow
 def test_six_threads_on_one_model(name: str) -> None:
-    """Six caches, filled at the same time, hold what they hold when filled one after the other."""
+    """Six caches filled at the same time hold the same contents as when filled one after the other."""
     model = model_of(name)
     start = threading.Barrier(6)
 
@@ -85,7 +85,7 @@ def test_an_exception_in_a_stopping_criterion(error: type[BaseException], option
             **options,
         )
     cache.check_integrity()
-    # Transformers 5.17 also asks the criterion about every draft
+    # Transformers 5.17 also applies the criterion to every draft
     assert cache.get_seq_length() >= (52 if "prompt_lookup_num_tokens" in options else 56)
     if not options:  # no forward was under way, so the cache goes on
         run = Run(model, cache, batch)
@@ -114,7 +114,7 @@ def assert_can_be_reused(model: PreTrainedModel, cache: DiffKVCache) -> None:
 @pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
 @pytest.mark.sampled(100)
 def test_an_interrupt_in_the_middle_of_a_forward(place: str, count: int, recording: bool) -> None:
-    """Layers disagree then: nothing is damaged, going on is refused, starting over works."""
+    """The layers then disagree: nothing is damaged, continuing is refused, and starting over works."""
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
     model = model_of(num_hidden_layers=4)
     run = started(model, LENGTHS, config)
@@ -172,7 +172,7 @@ def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
 @pytest.mark.parametrize("sample", [False, True], ids=["search", "sampling"])
 @pytest.mark.slow
 def test_long_beam_search_loses_no_page(sample: bool) -> None:
-    """Four beams of 2,048 tokens, 500 of them generated: the memory of four independent rows."""
+    """Four beams of 2,048 tokens, 500 of them generated, use the memory of four independent rows."""
     model = tiny_model("llama", "diffkv", max_position_embeddings=2048)
     ids, mask = ragged_prompts((1548,))
     cache = DiffKVCache(model.config, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16))

@@ -24,7 +24,7 @@ CONFIGS = {
     "gemma2": DiffKVConfig(alpha_high=1.2, alpha_low=0.8, window=12, **BOTH),
     "gpt_oss": DiffKVConfig(alpha_high=0.8, alpha_low=0.2, window=12, **BOTH),
 }
-# rows without a token outside the sinks and the window, at their end, and beyond it
+# rows with no token outside the sinks and the window, at their boundary, and past it
 LENGTHS, FURTHER = (1, 2, 15, 16, 17, 90), (5, 1, 64, 17, 9, 30)
 
 
@@ -38,7 +38,7 @@ def test_two_turns_equal_the_simulation(name: str) -> None:
     model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
     cache = DiffKVCache(model.config, config)
     logits = assert_turns(model, cache, LENGTHS, FURTHER, least=30)
-    # layers with a softcap or sinks are not centred
+    # layers with soft-capping or sinks are not centred
     assert bool(offsets(cache).any()) == (name in ("llama", "qwen2"))
     plain = DiffKVCache(model.config, dataclasses.replace(config, rotate=False, center=False))
     assert not torch.equal(assert_turns(model, plain, LENGTHS, FURTHER, least=0), logits), "rotation changed nothing"
@@ -83,7 +83,7 @@ def test_autocast_leaves_the_rotation_alone(name: str) -> None:
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.slow
 def test_captured_steps_through_the_end_of_the_window(steps) -> None:
-    """Centring a row runs from Python; before it and after it steps are replayed."""
+    """Centring a row runs from Python; before and after it, steps are replayed."""
     pytest.importorskip("triton")
     tokens, mask = padded(1, 1, 3)
     fields = {"window": 10, **BOTH}
@@ -131,7 +131,7 @@ def test_a_saved_cache_continues_identically(tmp_path: Path) -> None:
 
 
 def test_a_cache_saved_by_0_1_is_what_it_was(tmp_path: Path) -> None:
-    """It has no offsets and its configuration names neither option: keys and values stand in the model's channels."""
+    """It has no offsets, and its configuration names neither option: keys and values are in the model's channels."""
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, mask = ragged_prompts((30, 4))
     config = dataclasses.replace(CONFIGS["llama"], rotate=False, center=False, sinks=0)
@@ -145,7 +145,7 @@ def test_a_cache_saved_by_0_1_is_what_it_was(tmp_path: Path) -> None:
 
 
 def test_beams_and_assisted_decoding() -> None:
-    """Requests that are reordered and tokens that are taken back, under a budget and without."""
+    """Requests are reordered and tokens taken back, with and without a budget."""
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, _ = ragged_prompts((10,))
     full = DiffKVConfig.lossless(window=8, **BOTH)

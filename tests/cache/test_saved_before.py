@@ -1,6 +1,6 @@
-"""Caches that an earlier version saved are read as they were written, and written the same again.
+"""Caches saved by an earlier version are read as they were written, and written identically again.
 
-Those in tests/data/saved_caches were made by release 0.1.0 at commit bb212bb, in format 4 of saved caches
+The caches in tests/data/saved_caches were made by release 0.1.0 at commit bb212bb, in format 4 of saved caches
 (`tools/compare_caches.py samples`).
 """
 
@@ -29,10 +29,10 @@ JSON_NAME, TENSORS_NAME = "diffkv_cache.json", "diffkv_cache.safetensors"
 def taken_here(
     name: str, folder: Path, change: Callable[[dict[str, Any]], None] = lambda content: None
 ) -> PretrainedConfig:
-    """Copies a saved cache into `folder`; returns its model's configuration.
+    """Copies a saved cache to `folder`; returns its model's configuration.
 
-    What Transformers puts into a configuration, and so its fingerprint, differs from release to release: the copy has
-    the one of the release that runs.
+    The contents of a Transformers configuration, and so its fingerprint, differ between releases; the copy gets the
+    fingerprint of the installed release.
     """
     shutil.copytree(SAVED / name, folder)
     model_config = AutoConfig.from_pretrained(folder)
@@ -62,11 +62,11 @@ def test_a_cache_saved_before(name: str, tmp_path: Path) -> None:
     assert not expected
     cache.save_pretrained(tmp_path / "new")
     assert (tmp_path / "new" / TENSORS_NAME).read_bytes() == (tmp_path / "old" / TENSORS_NAME).read_bytes()
-    # which weights it was made with is noted where the model is given
+    # the weights it was made with are recorded if the model is given
     old, new = (json.loads((tmp_path / folder / JSON_NAME).read_text()) for folder in ("old", "new"))
     for content in (old, new):
         del content["weights"], content["checksum"]
-    # fields that were removed since
+    # fields removed since then
     for name in ("compaction_interval", "pin", "protected_layers"):
         old["config"].pop(name, None)
     assert new == old

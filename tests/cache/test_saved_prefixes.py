@@ -166,7 +166,7 @@ def test_the_fingerprint_of_0_1_0(model: PreTrainedModel, saved: Path) -> None:
 
 
 def test_another_model_is_refused_whatever_the_thresholds(model: PreTrainedModel, tmp_path: Path) -> None:
-    """One threshold per layer fits no model with another number of layers."""
+    """One threshold per layer does not fit a model with another number of layers."""
     run = started(model, LENGTHS, DiffKVConfig(alpha_high=(1.0, 2.0), alpha_low=(0.5, 0.0)))
     run.cache.save_pretrained(tmp_path)
     with pytest.raises(CacheFileError):
@@ -210,7 +210,7 @@ def test_a_flipped_bit_in_the_tensors(model: PreTrainedModel, saved: Path, part:
 
 
 def test_flipped_bits_in_the_description(model: PreTrainedModel, saved: Path) -> None:
-    """Anywhere in the JSON: refused, or the bit was in white space and the cache is the same."""
+    """The bit may be anywhere in the JSON: it is refused, or the bit was in white space and the cache is the same."""
     path = saved / JSON_NAME
     reference = DiffKVCache.from_pretrained(saved, model)
     size = path.stat().st_size
@@ -245,7 +245,7 @@ def test_a_configuration_is_enough(name: str, tmp_path: Path) -> None:
     loaded = DiffKVCache.from_pretrained(tmp_path, model.config)
     assert_equal_contents(loaded, run.cache)
     assert_equal_contents(DiffKVCache.from_pretrained(tmp_path, model.config, device="cpu"), run.cache)
-    # it goes on as the cache that was never saved does
+    # it continues like the cache that was never saved
     again = run.on(loaded)
     step = tokens(4, 3)
     torch.testing.assert_close(again.steps(step), run.steps(step), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What `generate()` sets on a model it sets back: its attention, and that alone."""
+"""`generate()` restores what it sets on a model: its attention, and nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Interrupt(StoppingCriteria):
 
 
 class Meet(StoppingCriteria):
-    """Holds a call after its first token until told to go on."""
+    """Holds a call after its first token until told to continue."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -120,7 +120,7 @@ def test_a_choice_made_meanwhile_stays() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_two_calls_on_one_model(attention: str, first: str) -> None:
-    """Whichever ends first: the other one goes on with the attention it began with, and the last one sets it back."""
+    """Whichever ends first, the other continues with the attention it began with, and the last one restores it."""
     model = tiny_model("llama", attention)
     expected = generate(model)
     meets, texts = {"ours": Meet(), "theirs": Meet()}, {}
@@ -158,7 +158,7 @@ def test_a_call_within_a_call() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_forward_of_ones_own_after_generate(name: str, tokens: int) -> None:
-    """It is told what to do before anything has changed, and does it."""
+    """It is told what to do before anything has changed, and then does it."""
     model = tiny_model(name, "eager")
     cache, twin = (DiffKVCache(model.config, LOSSLESS) for _ in range(2))
     text = generate(model, **passing(cache))

@@ -1,4 +1,4 @@
-"""Families in which later layers read the keys and values of an earlier one, which is compressed for all of them."""
+"""Families whose later layers read the keys and values of an earlier layer, which is compressed for all of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def attention_of(model: PreTrainedModel, layer_idx: int) -> torch.nn.Module:
 @pytest.mark.parametrize("chunk", [None, 50])
 @pytest.mark.sampled(100)
 def test_generation_equals_the_simulation(name: str, chunk: int | None) -> None:
-    """Significance is shared by three layers, of which newer releases run two on the last token of a prompt only."""
+    """Three layers share significance; newer releases run two of them only on a prompt's last token."""
     model, prompts = model_of(name, "eager"), ragged_prompts(LENGTHS)
     options = {"prefill_chunk_size": chunk}
     cache, expected = assert_generates_as_simulated(model, CONFIG, prompts, 40, least=8, **options)
@@ -191,7 +191,7 @@ def test_a_budget_is_kept() -> None:
 @pytest.mark.skipif(not SLIDING_LAYERS_RECORD, reason="Transformers' own sliding layers do not")
 @pytest.mark.parametrize("more", range(2_000, 40_000, 4_000))
 def test_a_budget_is_kept_while_recording(more: int) -> None:
-    """Queries of the reading layers are held too; room for all is made before the first layer records."""
+    """The reading layers' queries are held too; room for all is made before the first layer records."""
     model = model_of()
     limit = started(model, LENGTHS, LOSSLESS).cache.memory().compressed_bytes + more
     run = started(model, LENGTHS, DiffKVConfig(high="K5V4", low="K5V4", window=16, sinks=0, max_bytes=limit))
@@ -224,7 +224,7 @@ def test_an_abandoned_forward_is_noticed(count: int) -> None:
     with pytest.raises(Stop):
         run.feed(tokens(3, count))
     hook.remove()
-    # a mask that leaves out the tokens of that forward is refused before the layers are asked
+    # a mask that leaves out that forward's tokens is refused before the layers are asked
     with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
         run.feed(tokens(3, 1))
     run.ids, run.mask = (torch.cat([each, torch.ones_like(tokens(3, count))], 1) for each in (run.ids, run.mask))
@@ -272,7 +272,7 @@ def test_a_reader_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
     def failing(*arguments: Any) -> Any:
         calls.append(None)
-        # the first one is of a layer that nobody shares
+        # the first one is from a layer that is not shared
         if len(calls) > 1:
             raise MemoryError("full")
         return compress(*arguments)
@@ -308,7 +308,7 @@ def test_readers_on_another_device_keep_the_layer_dense(monkeypatch: pytest.Monk
 
 
 def test_keys_that_were_moved_to_another_device_are_noticed() -> None:
-    """Copies carry no layer; the reader would see the new tokens alone."""
+    """Copies carry no layer, so the reader would only see the new tokens."""
     model = model_of()
     cache = DiffKVCache(model.config, CONFIG)
     seen = []

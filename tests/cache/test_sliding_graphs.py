@@ -1,4 +1,4 @@
-"""Captured decode steps of models with sliding-window layers beside the compressed ones."""
+"""Captured decode steps of models with sliding-window layers alongside the compressed ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6}
 
 
 def sliding_model(name: str, **options: Any) -> PreTrainedModel:
-    """A layer with a window of six tokens, then one that is compressed."""
+    """A layer with a window of six tokens, followed by a compressed layer."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
     return tiny_model(name, "diffkv", **{**SIZE, **kinds, **options})
 
@@ -48,8 +48,8 @@ def test_the_same_text_and_windows(steps, name: str) -> None:
 
 @pytest.mark.parametrize("padding, replays", [(False, 5), (True, 2)])
 def test_a_window_that_fills_up_on_the_way(steps, padding: bool, replays: int) -> None:
-    """Steps run from Python until it is full and a token of every row has left the exact ones, which fixes its offset;
-    padding may still be in it then."""
+    """Steps run from Python until it is full and each row has a token outside the exact ones, which fixes its offset;
+    it may still contain padding by then."""
     model = sliding_model("qwen3")
     tokens, mask = ragged_prompts((4, 1 if padding else 4))
     cache, eager = assert_alike(model, tokens, 8, attention_mask=mask)
@@ -68,7 +68,7 @@ def test_a_compiled_forward(steps) -> None:
 
 
 def test_layers_of_another_kind_are_not_captured(steps, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    """Whose mask a captured step would have to know."""
+    """A captured step would have to know their mask."""
     model = sliding_model("gemma2")
     tokens, mask = ragged_prompts((10, 7))
     expected, _ = run(model, False, tokens, 4, attention_mask=mask)

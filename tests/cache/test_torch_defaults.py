@@ -1,4 +1,4 @@
-"""PyTorch's default dtype and default device, which programs set for their own tensors, change nothing of a cache."""
+"""PyTorch's default dtype and default device, which programs set for their own tensors, do not affect a cache."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_default_dtype_of_other_models(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_default_device(config: str) -> None:
-    """Tensors of the default device have no numbers here, so that none of them can be used unseen."""
+    """Tensors on the default device have no values here, so that any use of them is noticed."""
     model, (ids, _) = tiny_model("llama", "diffkv"), ragged_prompts((110, 110))
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A cache is precise until `max_bytes` is full, lowers whole heads from then on, and fails before anything changes."""
+"""A cache stays precise until `max_bytes` is full, then lowers whole heads, and fails before anything changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
 
 
 def budget(max_bytes: int | str | None, **fields) -> DiffKVConfig:
-    """Rows go from K8V8 to K5V4 at once, as the first precision is named."""
+    """Rows go from K8V8 directly to K5V4, because the first precision is named."""
     named = {} if max_bytes is None else {"until_full": "K8V8"}
     return DiffKVConfig.preset("balanced", max_bytes=max_bytes, **{**FIELDS, **named, **fields})
 
@@ -69,7 +69,7 @@ def test_steps_and_turns_fill_the_budget_until_all_is_final(backend: str) -> Non
                 assert_within(run)
                 rungs.append(precise(run))
         assert rungs == sorted(rungs, reverse=True) and len(set(rungs)) > 3 and rungs[0] > 6
-        # nothing has changed, and it can go on with more room
+        # nothing has changed, and it can continue with more room
         assert run.cache.get_seq_length() == seen and all(map(torch.equal, before, contents(run.cache)))
         memory = run.cache.memory()
         assert memory.compressed_bytes > 0.8 * 110_000 and memory.tokens["pruned"] == 0
@@ -89,7 +89,7 @@ def test_ample_budgets_store_like_the_precise_precision(backend: str) -> None:
         for run in (mine, other):
             run.steps(tokens(3, 12))
             run.feed(*ragged_prompts((20, 3, 60)))
-    # outputs of two page formats are summed in parts of other lengths
+    # outputs of two page formats are summed in parts of different lengths
     for actual, expected in zip(stored(mine.cache), stored(other.cache)):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0.05)
     first = [
@@ -100,7 +100,7 @@ def test_ample_budgets_store_like_the_precise_precision(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prompts_that_just_fit_are_stored_like_the_final_preset(backend: str) -> None:
-    """Nothing is quantised twice: the first prompt is stored bit for bit as by the preset."""
+    """Nothing is quantised twice: the first prompt is stored bit for bit as with the preset."""
     model = model_in_float32()
     with use_backend(backend):
         final = started(model, LENGTHS, budget(None))
@@ -199,7 +199,7 @@ def test_saved_caches_go_on_where_they_were(tmp_path) -> None:
     other = run.on(DiffKVCache.from_pretrained(tmp_path, model))
     assert_same_tokens(other.cache, run.cache)
     assert (precise(other), other.cache.memory().lowered) == (precise(run), run.cache.memory().lowered)
-    # for which keys are rounded when they are lowered
+    # with these, keys are rounded when they are lowered
     queries, loaded = (each.cache.stores.all[0].lowering.moments for each in (run, other))
     assert torch.equal(loaded, queries) and queries.any()
     other.steps(tokens(3, 30, 2))
@@ -234,7 +234,7 @@ def test_a_budget_may_be_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch
 
 
 def test_moments_of_queries_that_take_the_room_are_named() -> None:
-    """They take as much as a thousand tokens of such small heads, and lowering the window would not help."""
+    """They use as much as a thousand tokens with such small heads, and a smaller window would not help."""
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, **heads))
     ids = torch.arange(200)[None] % 64
@@ -249,7 +249,7 @@ def test_moments_of_queries_that_take_the_room_are_named() -> None:
 
 
 def test_heads_that_lose_least_are_lowered_first() -> None:
-    """Between rows of equal lengths the measured losses decide alone."""
+    """Among rows of equal length, the measured losses alone decide."""
     cache = DiffKVCache(model_in_float32().config, budget(100_000))
     harm = [[3.0, 1.0], [4.0, 2.0]]
     cache.stores.harm = lambda precise, final: tuple(map(tuple, harm))

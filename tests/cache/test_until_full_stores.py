@@ -1,4 +1,4 @@
-"""Layers of several precisions or head shapes share a budget: rows of all of their stores are lowered to stay in it."""
+"""Layers of several precisions or head shapes share a budget: rows of all their stores are lowered to stay in it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hf_diffkv.ops.backend import use_backend
 
 LENGTHS = (200, 90, 150)
 BACKENDS = ["reference", pytest.param("native", marks=needs_native)]
-# of four layers of two heads: the precisions of each one after the other, and with which its heads end
+# four layers of two heads: each layer's successive precisions, and its heads' final ones
 TURNS = [["K8V8", "K6V5", "K3V2"], ["K8V8", "K6V5", "K4V4", "K3V3"], ["K8V8", "K3V2"], ["K8V8", "K6V5", "K5V4"]]
 FINAL = [["K6V5", "K3V2"], ["K3V3", "K3V3"], ["K8V8", "K3V2"], ["K5V4", "K5V4"]]
-# how often each head is lowered in the end
+# number of times each head is lowered in the end
 MOVES = np.array([[turn.index(name) for name in layer] for layer, turn in zip(FINAL, TURNS)])
 
 
@@ -48,7 +48,7 @@ def model() -> PreTrainedModel:
 
 
 def of_two_shapes() -> PreTrainedModel:
-    """The second and the fourth layer have one KV head, the others two, of which the configuration knows nothing."""
+    """The second and fourth layers have one KV head, the others two, which the configuration does not know."""
     made = tiny_model("llama", "diffkv", dtype=torch.float32, num_hidden_layers=4)
     torch.manual_seed(0)
     for layer in made.model.layers[1::2]:
@@ -60,7 +60,7 @@ def of_two_shapes() -> PreTrainedModel:
 
 
 def lowered(cache: DiffKVCache) -> list[torch.Tensor]:
-    """How often rows of each layer were lowered, int64 [batch, heads] each."""
+    """Number of times the rows of each layer were lowered, each int64 [batch, heads]."""
     layers = [cache.layers[layer_idx] for layer_idx in cache.compressed_layers()]
     return [layer.store.stage + layer.store.low_heads[layer.slot].long() for layer in layers]
 
@@ -121,9 +121,9 @@ def test_ample_budgets_store_like_the_first_precisions(backend: str, model: PreT
 def test_prompts_that_just_fit_are_stored_like_the_final_precisions(
     backend: str, shapes: bool, model: PreTrainedModel
 ) -> None:
-    """Nothing is quantised twice, in whichever store: the first prompt is stored bit for bit as without a budget."""
+    """Nothing is quantised twice, in any store: the first prompt is stored bit for bit as without a budget."""
     fields = {"window": 16, "page_bytes": 512}
-    # lowering K4V4 to K3V3 frees no page of some rows, which then stay
+    # lowering K4V4 to K3V3 frees no page in some rows, which then stay
     finals = [FINAL[0], ["K4V3", "K4V3"], *FINAL[2:]]
     config, mine = (DiffKVConfig(**fields), of_two_shapes()) if shapes else (budget(None, finals), model)
     with use_backend(backend):
@@ -171,7 +171,7 @@ def test_a_prompt_that_does_not_fit_changes_nothing(model: PreTrainedModel) -> N
 
 
 def test_rows_of_all_stores_are_lowered_by_harm_for_each_byte(model: PreTrainedModel) -> None:
-    """Between rows of equal lengths: no row is lowered while one that loses less for its bytes is not."""
+    """Among rows of equal length, no row is lowered while another loses less for its bytes."""
     cache = DiffKVCache(model.config, budget(250_000))
     losses = {
         name: np.random.default_rng(int(name[1::2])).random((4, 2)) for name in ("K6V5", "K5V4", "K4V4", "K3V3", "K3V2")
@@ -182,9 +182,9 @@ def test_rows_of_all_stores_are_lowered_by_harm_for_each_byte(model: PreTrainedM
     for seed in range(400):
         cache.memory()
         stores = [layer.store for layer in cache.layers]
-        # all rows have as many tokens, and a look makes room for nine more
+        # all rows have the same number of tokens, and a read makes room for nine more
         tokens_after = int((stores[0].high_count + stores[0].low_count).max()) + 9
-        # loss for each byte by every move of a layer's heads
+        # loss per byte of every move of a layer's heads
         worth = []
         for layer, (store, turn) in enumerate(zip(stores, TURNS)):
             sizes = [store.layouts[0].high.capacity, *(layout.low.capacity for layout in store.layouts)]
@@ -201,7 +201,7 @@ def test_rows_of_all_stores_are_lowered_by_harm_for_each_byte(model: PreTrainedM
             made = [worth[layer][move][head] for move in range(before[request, layer, head], low[request, layer, head])]
             dearest[layer] = max([*made, dearest.get(layer, 0.0)])
         for request, layer, head in np.argwhere(low < MOVES):
-            # a stage begins when all rows have left the one before
+            # a stage begins when all rows have left the previous one
             if low[request, layer, head] == min(low[:, layer].min(), len(TURNS[layer]) - 2):
                 cost = max(worth[layer][low[request, layer, head]][head], dearest[layer])
                 cheapest[layer] = min(cost, cheapest.get(layer, math.inf))
@@ -221,7 +221,7 @@ def test_what_is_full_and_what_is_final_is_said_once(model: PreTrainedModel, cap
                 run.steps(tokens(3, 900))
         full, *final = [record.getMessage() for record in caplog.records]
         assert "heads are lowered from K8V8 to K5V4/K3V3/K3V2, the least harmful ones first" in full
-        # not where the last rows do not suffice for the next look
+        # not if the last rows are too small for the next read
         said = bool((torch.stack(lowered(run.cache), 1).numpy() == MOVES).all())
         assert len(final) == said
         assert all(line.startswith("all is at K5V4/K3V3/K3V2, room for about ") for line in final)
@@ -235,7 +235,7 @@ def test_room_is_what_still_fits(model: PreTrainedModel) -> None:
     with pytest.raises(MemoryError):
         for seed in range(2000):
             run.feed(tokens(3, 1, seed))
-    # a look makes room for some steps ahead
+    # a read of the device makes room for some steps ahead
     assert promised - 24 <= run.cache.get_seq_length() <= promised + 2
 
 
@@ -318,7 +318,7 @@ def test_recorded_tokens_make_rows_give_way(model: PreTrainedModel) -> None:
 
 
 def test_a_cache_is_freed_with_its_last_name(model: PreTrainedModel) -> None:
-    """Stores that know each other do not keep each other."""
+    """Stores that know each other do not keep each other alive."""
     run = started(model, LENGTHS, budget(180_000))
     run.steps(tokens(3, 2))
     kept = [weakref.ref(store) for store in run.cache.stores.all]
@@ -347,7 +347,7 @@ def test_measured_models_have_it_by_themselves(
         run.steps(tokens(3, 2000))
     assert_within(run)
     finals = [[precision.full_name for precision in layer] for layer in cache.config.head_precisions]
-    # a look makes room for nine tokens or for none, so that some rows may be left
+    # a read makes room for nine tokens or for none, so some rows may remain
     ends = [[name.split("/")[-1] for name in layer.precisions] for layer in cache.memory().layers]
     assert ends == finals
 

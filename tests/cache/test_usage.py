@@ -50,7 +50,7 @@ def test_a_window_beyond_all_memory(field: str, tokens: int) -> None:
 
 
 class Wait(StoppingCriteria):
-    """Holds a generate() call after its first token until told to go on."""
+    """Holds a generate() call after its first token until told to continue."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -87,7 +87,7 @@ def test_two_calls_at_once_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_call_within_a_call_is_refused(name: str) -> None:
-    """A streamer or a stopping criterion that continues on the cache of its own call would change that call's text."""
+    """A streamer or stopping criterion that continues its own call's cache would change that call's text."""
     model, tokens, tried = tiny_model(name, "eager"), torch.arange(3, 23)[None], []
     options = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [0]}
     expected = model.generate(tokens, **options, **passing(DiffKVCache(model.config)))
@@ -108,7 +108,7 @@ def test_a_call_within_a_call_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_cache_that_is_emptied_within_its_call(name: str) -> None:
-    """Ends the call, as the tokens before are lost."""
+    """The call ends, because the tokens before are lost."""
     model, tokens = tiny_model(name, "eager"), torch.arange(3, 23)[None]
     cache, options = DiffKVCache(model.config), {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [0]}
 

@@ -1,4 +1,4 @@
-"""Models that the user compiled, in `generate()` and in plain forwards, with the cache on the CPU."""
+"""Models compiled by the user, in `generate()` and in plain forwards, with the cache on the CPU."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def by_layer(model: PreTrainedModel, **options: object) -> PreTrainedModel:
 @pytest.mark.oldest
 @pytest.mark.slow
 def test_inductor_over_many_refreshes(compiler: None) -> None:
-    """The steps of all layers in order, none left out; another cache compiles nothing anew."""
+    """The steps of all layers run in order, with none left out; another cache compiles nothing anew."""
     model = tiny_model("llama", num_hidden_layers=3, dtype=torch.float64)
-    # nothing is quantised, as rounding that differs a little could give another code
+    # nothing is quantised, because slightly different rounding could give another code
     config = dataclasses.replace(CONFIG, high=Precision(16, 16), low=Precision(16, 16))
     expected = generate(model, 34, config)
     forward(model, fullgraph=True)
@@ -89,7 +89,7 @@ def test_every_way_to_compile(name: str, compile_model: Callable) -> None:
 
 @pytest.mark.slow
 def test_a_graph_that_breaks_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`update` is compiled and the attention function runs from Python."""
+    """`update` is compiled, and the attention function runs from Python."""
     model = tiny_model("llama")
     expected = generate(model)
     calls = []

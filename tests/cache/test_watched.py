@@ -1,4 +1,4 @@
-"""Other threads that look at a cache while `generate()` runs: the text stays, and they see finished steps alone."""
+"""Other threads look at a cache while `generate()` runs: the text is unchanged, and they see only finished steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hf_diffkv.cache.report import held_bytes
 from hf_diffkv.compat import passing
 
 PROMPT = torch.randint(1, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(7))
-# how many tokens are generated, and in how many runs
+# number of generated tokens, and number of runs
 NEW, RUNS = 40, 10
 LOSSY: dict[str, Any] = {"high": "K8V4", "low": "K4V2", "alpha_high": 1.2, "alpha_low": 0.5, "window": 6}
 CONFIGS = {
@@ -51,7 +51,7 @@ def threads_often_change() -> Iterator[None]:
 
 
 class Watcher:
-    """Looks at a cache in a loop, in a thread of its own, while a block runs; raises there what went wrong.
+    """Looks at a cache in a loop, in a separate thread, while a block runs; then raises any failure there.
 
     Attributes:
         seen: tokens that the cache had at each look.
@@ -88,7 +88,7 @@ class Watcher:
 
 
 def look_at_memory(cache: DiffKVCache) -> int | None:
-    """A report whose parts fit together; returns the tokens it counts."""
+    """Checks that the parts of a report agree; returns the tokens it counts."""
     report = cache.memory()
     if not report.layers:
         return None
@@ -111,7 +111,7 @@ def held(cache: DiffKVCache) -> bool:
 
 
 def look_at_levels(cache: DiffKVCache) -> int | None:
-    """Outside of the window and sinks no token is exact, inside of them every one is."""
+    """Checks that no token outside the window and sinks is exact, and that every token inside them is."""
     if not held(cache):
         return None
     levels = cache.levels(last_compressed(cache))
@@ -135,7 +135,7 @@ def look_at_tokens(cache: DiffKVCache) -> int | None:
         return None
     keys, values, mask = cache.dequantize(last_compressed(cache))
     assert keys.isfinite().all() and values.isfinite().all()
-    # a stored key is no zero
+    # a stored key is not zero
     assert ((keys != 0).any(-1) == mask).all()
     return keys.shape[2]
 
@@ -174,9 +174,9 @@ LOOKS: dict[str, Look] = {
 
 
 def text(model: PreTrainedModel, cache: Any, ids: Tensor = PROMPT, **options: Any) -> Tensor:
-    """`ids` and what comes after them, as long as all texts here."""
+    """Returns `ids` and the text after them, all of equal length."""
     new = PROMPT.shape[1] + NEW - ids.shape[1]
-    # what was generated may well have the padding's id
+    # generated tokens may well have the padding id
     options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False}
     return model.generate(ids, **passing(cache), **options)
 
@@ -192,13 +192,13 @@ def check_watched(model: PreTrainedModel, config: DiffKVConfig, looks: list[Look
         assert cache.memory() == expected_cache.memory()
     steps = set(range(PROMPT.shape[1], PROMPT.shape[1] + NEW))
     assert set(watcher.seen) <= steps
-    # the watcher has its turn while the text is generated
+    # the watcher gets its turn while the text is generated
     assert looks == [look_at_integrity] or len(set(watcher.seen)) > 3
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_ten_watched_runs_have_the_unwatched_text(config: DiffKVConfig) -> None:
-    """With all reports, one after another."""
+    """All reports are used, one after another."""
     check_watched(tiny_model("llama"), config, list(LOOKS.values()))
 
 
@@ -236,7 +236,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=list(MODELS))
 def test_copies_made_meanwhile_are_of_a_finished_step(options: dict[str, Any]) -> None:
-    """All layers of a copy, compressed or not, have seen the same tokens: from there on the text is the same."""
+    """All layers of a copy, compressed or not, have seen the same tokens, and the text from there on is the same."""
     model = tiny_model(**options)
     expected = text(model, DynamicCache(config=model.config))
     copies: list[DiffKVCache] = []
@@ -276,7 +276,7 @@ def test_a_cache_saved_meanwhile_goes_on(tmp_path: Path) -> None:
         loaded = DiffKVCache.from_pretrained(folder, model)
         seen = loaded.get_seq_length()
         lengths.add(seen)
-        # it knows its tokens: another prompt is refused
+        # it knows its tokens, so another prompt is refused
         pieces = loaded.held_tokens.pieces(seen)
         assert sum(piece.ids.shape[1] for piece in pieces) == seen
         if 0 < seen < expected.shape[1] - 1:
@@ -349,7 +349,7 @@ def test_reports_within_a_forward_are_refused_and_change_nothing() -> None:
 
 
 class Looking(BaseStreamer):
-    """Looks at a cache with each token, in the thread that generates."""
+    """Looks at a cache at each token, in the generating thread."""
 
     def __init__(self, cache: DiffKVCache) -> None:
         self.cache, self.seen = cache, []
@@ -377,7 +377,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("in_thread", [False, True], ids=["its thread lives", "its thread is gone"])
 def test_a_forward_that_stops_halfway_holds_nobody_up(in_thread: bool) -> None:
-    """Whoever waits for its end goes on, and the cache is free again after `reset`."""
+    """A thread that waits for its end continues, and the cache is free again after `reset`."""
     model = tiny_model("llama", "diffkv")
     cache = DiffKVCache(model.config, CONFIGS["thresholds"])
     told: list[Any] = []
@@ -418,7 +418,7 @@ def test_a_forward_that_stops_halfway_holds_nobody_up(in_thread: bool) -> None:
 
 
 def test_a_forward_of_fewer_layers_ends_as_well() -> None:
-    """Ends a forward whose last layer never comes, as with an early exit, when the next one begins."""
+    """A forward whose last layer never runs, as with an early exit, ends when the next one begins."""
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, CONFIGS["lossless"])
     last, model.model.layers = model.model.layers[2], model.model.layers[:2]

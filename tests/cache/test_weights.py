@@ -1,4 +1,4 @@
-"""Models in every dtype, under autocast, with quantised weights: the cache follows what attention works in."""
+"""Models in every dtype, under autocast, and with quantised weights: the cache follows attention's dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_diffkv.compat import passing
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY_LM = EXAMPLES / "models" / "tiny-lm"
 TEXT = (EXAMPLES / "prompts" / "recall.txt").read_text()
-# tiny-lm is sure of these answers, so that the rounding of a narrow dtype cannot change them
+# tiny-lm is confident about these answers, so that the rounding of a narrow dtype cannot change them
 QUESTIONS = {TEXT[:560] + "?oak=": "5305\n", TEXT[:500] + "?red=": "3160\n", TEXT[:560] + "?sky=": "0400\n"}
 COMPRESSED = {"alpha_high": 1.0, "alpha_low": 0.0, "window": 16}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -51,7 +51,7 @@ def continuation(model: PreTrainedModel, cache: Any) -> Tensor:
 
 
 def check_compressed(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """A compressed cache answers, holds the window in `dtype`, and is smaller than a dense one."""
+    """Checks that a compressed cache answers, holds the window in `dtype`, and is smaller than a dense one."""
     cache = DiffKVCache(model.config, DiffKVConfig(**COMPRESSED))
     assert answers(model, cache) == list(QUESTIONS.values())
     cache.check_integrity()
@@ -135,7 +135,7 @@ class Replay:
 def test_autocast_changes_nothing_inside(
     dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention, levels, values and sums are those of the same keys and values without autocast."""
+    """Attention, levels, values and sums equal those of the same keys and values without autocast."""
     model = tiny_model("llama")
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
     cache, replay = DiffKVCache(model.config, config), Replay(monkeypatch)
@@ -174,7 +174,7 @@ def test_quantised_weights(method: str, dtype: torch.dtype) -> None:
     assert exact == list(QUESTIONS.values())
     assert answers(model, DiffKVCache(model.config, DiffKVConfig.lossless())) == exact
     check_compressed(model, dtype)
-    # 8-bit bitsandbytes also rounds the activations, which turns a difference in the last digit into a large one
+    # 8-bit bitsandbytes also rounds activations, which amplifies a difference in the last digit
     if dtype == torch.float32 and method != "bitsandbytes 8 bit":
         expected = continuation(model, DynamicCache(config=model.config))
         assert torch.equal(continuation(model, DiffKVCache(model.config, DiffKVConfig.lossless())), expected)

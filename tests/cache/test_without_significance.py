@@ -1,4 +1,4 @@
-"""Whole models with configurations that never choose between tokens, which keep no sums."""
+"""Whole models whose configurations never choose between tokens, and which keep no sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_diffkv.cache.io import JSON_NAME, CacheFileError, _checksum
 
 UNIFORM = {"high": Precision(5, 3), "low": Precision(5, 3), "alpha_high": 0.0}
 HEADS = {"head_precisions": (("K5V3", "K3V2"), ("K4V3", "K5V3"))}
-# tokens of the second layer are chosen by thresholds
+# thresholds choose the tokens of the second layer
 ONE_LAYER = {"head_precisions": (("K5V3", "K3V2"), None), "alpha_high": 1.0, "alpha_low": 0.5}
 
 

@@ -1,4 +1,4 @@
-"""What `str(cache.memory())` says of tokens: per token, in precisions, and in shares where there are levels."""
+"""What `str(cache.memory())` says about tokens: per token, as precisions, and as shares if there are levels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Wrong uses of every public class: one message that names the argument and the remedy, and nothing changed.
 
-What a forward finds out is in test_bad_input.py, what `generate()` does in test_bad_calls.py; the command line's are in
-tests/commands/test_wrong_uses.py.
+Errors found by a forward are in test_bad_input.py, those of `generate()` in test_bad_calls.py, and those of the command
+line in tests/commands/test_wrong_uses.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def batch(model: Any, *options: Any, **keywords: Any) -> Any:
     return model.generate_batch([[1, 2]], *options, max_new_tokens=2, **keywords)
 
 
-# a call of a model, a cache that holds two sequences, a folder and a file; what the message has to say
+# a call with a model, a cache that holds two sequences, a folder and a file; the words that the message must contain
 CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "no model": (lambda to: DiffKVCache(None), ("model_config is a NoneType", "DiffKVCache(model)")),
     "a name as model": (lambda to: DiffKVCache("gpt2"), ("model_config is a str", "model.config")),
@@ -258,7 +258,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def to(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Objects that the calls use."""
+    """Objects used by the calls."""
     folder = tmp_path_factory.mktemp("empty")
     file = tmp_path_factory.mktemp("full") / "file.txt"
     file.write_text("text")

@@ -1,5 +1,5 @@
 """One new token over hand-written pages and a window, against a dense float64 softmax of every query head: a case, and
-what every implementation on a CPU is asked."""
+the tests of every CPU implementation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NARROW_PAIRS = [
 class Case:
     """Rows with the given tokens per tier (one list entry per row) and per window (one per request).
 
-    The pages nobody wrote, the other slots and the rest of the pages are NaN.
+    Unwritten pages, the other slots and the rest of the pages are NaN.
     """
 
-    # what a token receives may be off by
+    # tolerance of received attention
     accuracy = 0.0
 
     def __init__(
@@ -50,14 +50,14 @@ class Case:
         page_bytes: int | None = 512,
         **numbers: int,
     ) -> None:
-        """numbers: of `PageLayout.build`, metadata_bits and position_bytes."""
+        """numbers: metadata_bits and position_bytes of `PageLayout.build`."""
         self.batch, self.heads, self.group, self.dtype = len(window), heads, group, dtype
         value_dim = value_dim or dim
         self.layout = PageLayout.build(*precisions, dim, value_dim, dtype.itemsize, page_bytes, **numbers)
         self.store = HandStore(self.layout, high, low, dtype)
         self.generator = torch.Generator().manual_seed(0)
         stored = torch.tensor(high).view(self.batch, heads) + torch.tensor(low).view(self.batch, heads)
-        # tokens beyond those a head stores were pruned
+        # tokens beyond those stored in a head were pruned
         self.start = stored.amax(1) + 3
         self.length = self.start + torch.tensor(window)
         for row, counts in enumerate(zip(high, low)):
@@ -83,7 +83,7 @@ class Case:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def bounds(self, slack: int) -> Bounds:
-        """What the host may know: counts within `slack` tokens, on either side, of the true ones."""
+        """What the host may know: counts within `slack` of the true ones, on either side."""
         tiers = zip(self.store.counts, (self.layout.high, self.layout.low))
         return Bounds(
             0, [((count.numpy() - slack).clip(0), 2 * slack, tier.capacity, count.device) for count, tier in tiers]
@@ -104,7 +104,7 @@ class Case:
         return decode_attention(self.query, self.rows(), softmax, bounds=self.bounds(slack), **options)
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, list[float]]:
-        """Keys, values and scores of a row, in float64: high, low, window from oldest to newest."""
+        """Keys, values and scores of a row, in float64: high, low, then window from oldest to newest."""
         request, head = divmod(row, self.heads)
         found = [token[1:4] for token in self.store.read_row(row)]
         for token in range(int(self.start[request]), int(self.length[request])):
@@ -115,7 +115,7 @@ class Case:
         return np.stack(keys), np.stack(values), list(scores)
 
     def check_scores(self, row: int, before: np.ndarray, received: np.ndarray, got: np.ndarray) -> None:
-        """Sums of a row's tokens as in `tokens`; narrow ones are rounded by the hash of the index."""
+        """Checks the sums of a row's tokens, in the order of `tokens`; narrow ones are rounded by the index's hash."""
         expected = before + received
         if self.layout.high.score_bytes == 2:
             length = int(self.length[row // self.heads])
@@ -127,7 +127,7 @@ class Case:
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=self.accuracy + 1e-6)
 
     def assert_output(self, got: np.ndarray, expected: np.ndarray, tolerance: float | None) -> None:
-        """One query head's."""
+        """Compares the output of one query head."""
         if tolerance is None:
             tolerance = 1e-9 if self.dtype == torch.float64 else 2**-7
         np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
@@ -166,7 +166,7 @@ class Case:
 
 
 class DecodeTests:
-    """Tests of every implementation. `Case` runs one, and fixtures choose `dtype` and `threads`."""
+    """Tests for every implementation. `Case` runs one, and fixtures choose `dtype` and `threads`."""
 
     Case = Case
 
@@ -197,7 +197,7 @@ class DecodeTests:
         self.Case([40, 3], [0, 9], [0, 2]).check()
 
     def test_logits_far_below_zero(self) -> None:
-        """Even where the host expects tokens in a tier that has none."""
+        """This holds even if the host expects tokens in a tier that has none."""
 
         class Positive(self.Case):
             def draw(self, *shape: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Pages written and read byte by byte in numpy: quantiser, packing and segments from their definitions.
+"""Pages written and read byte by byte in numpy: quantiser, packing and segments, implemented from their definitions.
 
-Shares nothing with the package but the offsets of a `TierLayout`.
+It shares nothing with the package except the offsets of a `TierLayout`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from hf_diffkv.pages import HIGH, LayerRows, PageLayout, PagePool, TierLayout
 from tools.kernels.rows import given_rows
 
-# of a group: fp16 scale and zero point, or one number of 16 bits
+# for a group: fp16 scale and zero point, or one 16-bit number
 Metadata = Union[tuple[np.float16, np.float16], int]
 
 
 def narrow_metadata(low: np.float32, high: np.float32, bits: int) -> int:
-    """64 * scale + zero point of a group, in exact fractions but for the rounding to float32 that the format has."""
+    """64 * scale + zero point of a group, in exact fractions except for the format's rounding to float32."""
     low, high = min(low, np.float32(0)), max(high, np.float32(0))
     half = np.float16((high - low) / np.float32(2**bits - 1)).view(np.uint16)
-    # to 5 bits of mantissa, halves to even
+    # to a 5-bit mantissa, with ties to even
     scale = min(int(np.rint(half / 32)), 31 * 32 - 1)
     covered = np.float32(narrow_scale(scale) * (2**bits - 1))
     if covered == 0:
@@ -34,7 +34,7 @@ def narrow_metadata(low: np.float32, high: np.float32, bits: int) -> int:
 
 
 def narrow_scale(code: int) -> Fraction:
-    """5 bits of exponent, 5 of mantissa; the smallest exponent without the leading 1."""
+    """5 bits of exponent, 5 of mantissa; the smallest exponent lacks the leading 1."""
     exponent, mantissa = divmod(code, 32)
     return Fraction(mantissa + 32 * (exponent > 0)) * Fraction(2) ** (max(exponent, 1) - 15 - 5)
 
@@ -47,7 +47,7 @@ def scale_and_zero(metadata: Metadata, bits: int) -> tuple[float, float]:
 
 
 def narrow_score(score: float) -> int:
-    """The nearest of the numbers of 6 bits of exponent and 10 of mantissa, halves to even; numbers are not negative."""
+    """The nearest number with 6 bits of exponent and 10 of mantissa, ties to even; numbers are not negative."""
     if score < 2.0**-46:
         return 0
     exponent = math.floor(math.log2(score))
@@ -59,13 +59,13 @@ def score_of(code: int) -> float:
 
 
 def noise_of(index: int, length: int, tier: int) -> int:
-    """The 13 random bits that are added to the sum of a row's index-th token of a tier."""
+    """The 13 random bits added to the sum of a row's index-th token in a tier."""
     mixed = (index * 0x9E3779B1 + (2 * length + tier) * 0xB504F333) % 2**32
     return (mixed ^ mixed >> 15) * 0x93CD3A2D % 2**32 >> 19
 
 
 def grown_score(total: float, index: int, length: int, tier: int, slack: float = 0.01) -> tuple[float, float]:
-    """The least and the largest narrow score that a sum may become; `slack`, in last places, is what it may be off."""
+    """Smallest and largest narrow score that a sum may become; `slack` is its tolerance in last places."""
     if total == 0:
         return 0.0, 0.0
     exponent = math.floor(math.log2(total))
@@ -96,21 +96,21 @@ def quantise_row(
 
 
 def decode_row(codes: list[int], metadata: list[Metadata], bits: int = 0) -> np.ndarray:
-    """float64 elements; narrow metadata needs the bits."""
+    """Elements in float64; narrow metadata needs the bits."""
     width = len(codes) // len(metadata)
     pairs = [scale_and_zero(part, bits) for part in metadata]
     return np.array([code * pairs[i // width][0] + pairs[i // width][1] for i, code in enumerate(codes)])
 
 
 def lowest_field(bits: int) -> int:
-    """Bits of a code that are packed first: the largest power of two."""
+    """Number of bits of a code that are packed first: the largest power of two."""
     return 1 << bits.bit_length() - 1
 
 
 def pack_row(codes: list[int], bits: int) -> bytes:
-    """Byte j holds, from its lowest bits up, the elements j, j + D/P, j + 2 D/P, ... with P = 8 / bits.
+    """Byte j holds, starting at its lowest bits, the elements j, j + D/P, j + 2 D/P, ... with P = 8 / bits.
 
-    Where this is no whole number: first a row of their low 2 or 4 bits, then one of what is above.
+    If P is not a whole number, a row of their low 2 or 4 bits comes first, then a row of the bits above.
     """
     low = lowest_field(bits)
     if low < bits:
@@ -135,7 +135,7 @@ def _raw(row: np.ndarray, dtype: torch.dtype) -> bytes:
 
 
 def _sides(tier: TierLayout) -> tuple[tuple[int, int, int, int, int, bool], ...]:
-    """Bits, groups, bytes of a row, offsets of rows and metadata, and whether the metadata is narrow."""
+    """Bits, groups, bytes per row, offsets of rows and metadata, and whether the metadata is narrow."""
     key = (tier.k_bits, tier.k_groups, tier.key_row, tier.key_offset, tier.key_metadata_offset, tier.key_metadata == 2)
     return key, (
         *(tier.v_bits, tier.v_groups, tier.value_row, tier.value_offset, tier.value_metadata_offset),
@@ -186,7 +186,7 @@ def write_token(
 def read_token(
     page: np.ndarray, tier: TierLayout, slot: int, dtype: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray, float, int]:
-    """Key and value in float64, score and position of one token, 0 where pages have none."""
+    """Key and value in float64, and score and position, of one token; 0 where pages have none."""
     rows = []
     for bits, groups, row_bytes, offset, metadata_offset, narrow in _sides(tier):
         data = page[offset + slot * row_bytes : offset + (slot + 1) * row_bytes].tobytes()
@@ -205,7 +205,7 @@ def read_token(
 
 
 class HandStore:
-    """Rows of both tiers on scattered pages, written by hand; everything nobody wrote is 0xFF.
+    """Rows of both tiers on scattered pages, written by hand; everything not written is 0xFF.
 
     Attributes:
         pages: uint8 [pages, page_bytes], page 0 is the null page.
@@ -227,7 +227,7 @@ class HandStore:
                     self.table[row, page if tier == HIGH else width - 1 - page] = ids.pop()
 
     def place(self, tier: int, row: int, index: int) -> tuple[int, int]:
-        """Page and slot of a row's index-th token."""
+        """Page and slot of the index-th token of a row."""
         page, slot = divmod(index, self.tiers[tier].capacity)
         return int(self.table[row, page if tier == HIGH else self.table.shape[1] - 1 - page]), slot
 
@@ -245,7 +245,7 @@ class HandStore:
         return [(tier, *self.read(tier, row, i)) for tier in (0, 1) for i in range(int(self.counts[tier][row]))]
 
     def rows(self, heads: int, window_key: Tensor, window_value: Tensor, **given: Any) -> LayerRows:
-        """Returns the rows as ops take them, with these windows and `given` fields; all other tensors are zero."""
+        """Returns the rows in the form that ops take, with these windows and `given` fields; other tensors are zero."""
         counts = {name: count.view(-1, heads) for name, count in zip(("high_count", "low_count"), self.counts)}
         held = {"pages": self.pages, "page_table": self.table.view(-1, heads, self.table.shape[1]), **counts}
         return given_rows(self.layout, window_key, window_value, **(held | given))

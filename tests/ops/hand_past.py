@@ -33,13 +33,13 @@ def hand_past(
     seed: int = 0,
     **numbers: int,
 ) -> tuple[EarlierTokens, Tensor, Tensor, Tensor]:
-    """A past with so many tokens ([batch][kv_heads], window [batch]) on scattered pages, and its keys and values.
+    """A past with this many tokens ([batch][kv_heads], window [batch]) on scattered pages, and its keys and values.
 
-    Whatever holds no token is poisoned: 0xFF in pages, NaN in windows.
+    Everything that holds no token is poisoned: 0xFF in pages, NaN in windows.
 
     Returns:
-        The past, then keys, values float64 [batch, kv_heads, P, dim] by rank as they decode, NaN behind a row's last,
-        and bool [batch, kv_heads, P].
+        The past, then decoded keys and values float64 [batch, kv_heads, P, dim] by rank, NaN after a row's last, and
+        bool [batch, kv_heads, P].
     """
     rng = np.random.default_rng(seed)
     value_dim = value_dim or key_dim
@@ -88,11 +88,11 @@ def attend_prompt(
     observation_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`prefill_attention` by options that `dense` of test_prefill_attention_reference.py takes as well.
+    """Calls `prefill_attention` with options that `dense` of test_prefill_attention_reference.py also takes.
 
     Args:
         states: query, key, value.
-        options: options of `Softmax` and of the op, and `past_key`, `past_value`, `past_valid` of exact tokens behind
+        options: options of `Softmax` and of the op, and `past_key`, `past_value`, `past_valid` of exact tokens after
             the past.
     """
     softmax = Softmax(scaling, *(options.pop(name, None) for name in ("softcap", "sinks")))

@@ -1,4 +1,4 @@
-"""Prompt attention on CPUs against a dense float64 softmax: what every implementation in lower precision is asked."""
+"""Prompt attention on CPUs against a dense float64 softmax: the tests of every lower-precision implementation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Attention = tuple[Tensor, Tensor]
 
 
 class PromptTests:
-    """`op` is what runs; fixtures choose `dtype` and `threads`."""
+    """`op` is the implementation; fixtures choose `dtype` and `threads`."""
 
     op: Callable[..., Attention]
 
     def as_read(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Stored tokens, [.., dim] with NaN where there is none, as they take part in products."""
+        """Stored tokens, [.., dim] with NaN where there is none, in the form that enters products."""
         return part.nan_to_num().to(dtype)
 
     def assert_close(self, got: Attention, expected: Attention, dtype: torch.dtype) -> None:
@@ -31,7 +31,7 @@ class PromptTests:
     def check(
         self, query: Tensor, key: Tensor, value: Tensor, *past: Any, dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> None:
-        """`past`: what `hand_past` returns."""
+        """Compares with the softmax; `past`: from `hand_past`."""
         parts = [part.to(dtype) for part in (query, key, value)]
         scaling = query.shape[-1] ** -0.5
         got = attend_prompt(self.op, *parts, scaling=scaling, past=past[0] if past else None, **options)

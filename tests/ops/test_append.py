@@ -1,4 +1,4 @@
-"""Appending one token per request: the kernel in Triton's interpreter, and the reference, against a loop."""
+"""Appending one token per request: the kernel in Triton's interpreter and the reference, against a loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state(
         length=torch.tensor([0, 7, 14])[:batch].clone(),
         key_offset=torch.randn(batch, 2, key_dim if centered else 0, generator=torch.Generator().manual_seed(2)),
     )
-    # as a model leaves them: one token of [batch, tokens, heads, dim]
+    # laid out as in a model: one token of [batch, tokens, heads, dim]
     key = random(batch, 1, 2, key_dim).transpose(1, 2)[:, :, 0]
     return rows, key, random(batch, 1, 2, 2 * value_dim).transpose(1, 2)[:, :, 0, value_dim:]
 
@@ -83,14 +83,14 @@ def test_what_cannot_be_stored_is_flagged(backend, name, bad) -> None:
             append_token(rows, **given, limit=10.0, valid=None if valid is None else torch.tensor(valid))
         assert bool(rows.invalid) is flagged
         if flagged:
-            # once set it stays
+            # once set, it stays
             with use_backend(backend):
                 append_token(rows, *torch.zeros(2, 3, 2, 16).bfloat16(), limit=10.0)
             assert bool(rows.invalid)
 
 
 def rotated_by_hand(*tensors: Tensor, offset: Tensor | None = None) -> list[Tensor]:
-    """Rotates tensors in float64, and subtracts the offset from the first one."""
+    """Rotates tensors in float64, with the offset subtracted from the first one."""
     rotated = [x.double() @ rotation_matrix(x.shape[2], torch.float64, CPU) for x in tensors]
     return rotated if offset is None else [rotated[0] - offset, *rotated[1:]]
 
@@ -109,7 +109,7 @@ def rotated_by_hand(*tensors: Tensor, offset: Tensor | None = None) -> list[Tens
 def test_tokens_are_rotated_on_their_way(backend, dtype, dims, centered, error) -> None:
     (rows, key, value), (before, *_) = (state(dtype, *dims, centered=centered) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
-    # more query heads than a program takes
+    # more query heads than a program handles
     query = torch.randn(3, 1, 22, dims[0], generator=generator).transpose(1, 2)[:, :, 0].to(dtype)
     *wanted, expected = rotated_by_hand(key, value, query, offset=rows.offset)
     rotation = Rotation(*(rotation_matrix(dim, torch.float32, CPU) for dim in dims))
@@ -127,7 +127,7 @@ def test_tokens_are_rotated_on_their_way(backend, dtype, dims, centered, error) 
         before.window_score[request, :, slot] = 0
         before.length[request] += 1
     assert_alike(rows, before)
-    # what a rotation makes too large, without queries
+    # without queries, elements that a rotation makes too large
     large = rotation.value.sign()[:, 0].mul(9000).to(dtype).expand_as(value)
     with use_backend(backend):
         assert append_token(rows, key, large, limit=1e4, rotation=rotation) is None

@@ -1,4 +1,4 @@
-"""Choice between kernels and the reference."""
+"""Choosing between kernels and the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = SimpleNamespace(
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch):
-    """Makes a device of the given capability out of nothing."""
+    """Fakes a device with the given capability."""
 
     def make(capability: tuple[int, int], hip: str | None = None) -> torch.device:
         clear()

@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 
 
 class State:
-    """Rows of stored tokens in pages of their own, with a free list that has already turned around once."""
+    """Rows of stored tokens on separate pages, with a free list that has wrapped around once."""
 
-    # of rows: requests and heads
+    # shape of the rows: requests and heads
     shape = (-1, 1)
 
     def __init__(self, layout, high_counts, low_counts, dtype=torch.float16, seed=0, spare=6, scores=None):
@@ -83,7 +83,7 @@ class State:
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
 
     def random_scores(self, position, row):
-        """Means between 0 and 2 / N, so that every level occurs; coarse, so that ties occur."""
+        """Random means between 0 and 2 / N, so that every level occurs; coarse, so that ties occur."""
         later = (self.length[row] - 1 - position).clamp(min=1).float()
         mean = torch.randint(0, 9, position.shape, generator=self.generator) / 4.0 / self.length[row]
         return mean * later
@@ -98,7 +98,7 @@ class State:
         return other
 
     def candidates(self, leaving=None, mean=None):
-        """One more candidate per row: key, value, score, position, whether it leaves, length."""
+        """Draws one more candidate per row: key, value, score, position, whether it leaves, length."""
         rows = self.length.numel()
         self.length += 1
         position = self.length - 10
@@ -120,7 +120,7 @@ class State:
         return of_rows.unflatten(0, self.shape) if len(of_rows) else of_rows[:, None]
 
     def compact(self, op, candidates, thresholds, **options):
-        """A round by one of the ops, over windows that hold a candidate each, and start later then."""
+        """Runs a round with one of the ops, over windows that hold one candidate each and start later afterwards."""
         key, value, score, *of_rows = map(self.by_head, candidates)
         position, leaving, length = (each[:, 0].contiguous() for each in of_rows)
         rows = given_rows(
@@ -294,13 +294,13 @@ def test_against_a_dense_simulation_of_algorithm_1():
             assert score == wanted_score
             for got, want, bits in zip((key, value), wanted, (precision.k_bits, precision.v_bits)):
                 want = want.float()
-                # demoted tokens were quantised twice
+                # demoted tokens have been quantised twice
                 bound = float(want.max() - want.min()) / (2**bits - 1) + 0.05
                 assert float((got - want).abs().max()) <= bound
 
 
 def simulate(tokens, score, position, key, value, length, high, low):
-    """Algorithm 1 for one row over {position: [tier, score, key, value]}; thresholds `high` and `low` in float32."""
+    """Algorithm 1 for one row over {position: [tier, score, key, value]}, with float32 thresholds `high` and `low`."""
 
     def mean(score, position):
         return np.float32(score) / np.float32(max(length - 1 - position, 1))
@@ -321,7 +321,7 @@ def simulate(tokens, score, position, key, value, length, high, low):
 
 
 def unservable(reason):
-    """A state that needs two further pages but lacks them, or places for them in its rows; and its candidates."""
+    """A state that needs two more pages but lacks them, or places for them in its rows; and its candidates."""
     layout = small_layout()
     full = layout.high.capacity
     state = State(layout, [full, full, 3], [0, 0, 0], seed=9, scores=1e6)
@@ -439,7 +439,7 @@ def test_rewriting_moves_tokens_by_the_kernel(monkeypatch):
 
 
 class HeadsOfOneRequest(State):
-    """Its rows are the heads of a single request, which have one length."""
+    """The rows are the heads of a single request, which have one length."""
 
     shape = (1, -1)
 

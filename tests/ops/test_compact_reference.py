@@ -1,4 +1,4 @@
-"""Algorithm 1 and the rewriting of rows against a plain Python model of tokens in lists."""
+"""Algorithm 1 and the rewriting of rows, against a plain Python model of tokens in lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIERS = (LAYOUT.high, LAYOUT.low)
 
 @dataclass
 class Token:
-    """One stored token: its tier, what it decodes to, its sum and position."""
+    """One stored token: its tier, decoded contents, sum and position."""
 
     tier: int
     key: np.ndarray
@@ -34,7 +34,7 @@ class Token:
     position: int
 
     def at(self, tier: int) -> Token:
-        """Returns the token after quantising its current state for `tier`."""
+        """Returns the token with its current state quantised for `tier`."""
         page = np.zeros(LAYOUT.page_bytes, dtype=np.uint8)
         write_token(page, TIERS[tier], 0, self.key, self.value, self.score, self.position, DTYPE)
         return Token(tier, *read_token(page, TIERS[tier], 0, DTYPE))
@@ -44,10 +44,10 @@ class Token:
 
 
 class Rows:
-    """Rows with random tokens on a pool, and the same tokens as lists."""
+    """Rows with random tokens in a pool, and the same tokens as lists."""
 
     def __init__(self, high: list[int], low: list[int], means, extra: int, max_pages: int | None = None) -> None:
-        """means: function (row, tier, index) -> mean significance, or None for random ones around 1 / length."""
+        """means: function (row, tier, index) -> mean significance, or None for random means around 1 / length."""
         self.rng = np.random.default_rng(0)
         self.store = HandStore(LAYOUT, high, low, DTYPE)
         self.length = [int(a + b + self.rng.integers(2, 40)) for a, b in zip(high, low)]
@@ -74,7 +74,7 @@ class Rows:
         self.high_count, self.low_count = self.store.counts
 
     def layer(self, *window: torch.Tensor, **given: torch.Tensor) -> LayerRows:
-        """Returns the rows as ops take them, with empty windows unless some are given."""
+        """Returns the rows in the form that ops take, with empty windows unless others are given."""
         window = window or torch.zeros(2, len(self.tokens), 1, 1, DIM, dtype=DTYPE).unbind()
         return self.store.rows(1, *window, pool=self.pool, **given)
 
@@ -82,14 +82,14 @@ class Rows:
         return torch.from_numpy(self.rng.normal(size=DIM)).to(DTYPE)
 
     def candidate(self, score: float, length: int) -> Token:
-        """The newest token but one of a row."""
+        """The second-newest token of a row."""
         return Token(HIGH, self.draw().numpy(), self.draw().numpy(), score, length - 2)
 
     def read(self, row: int) -> list[Token]:
         return [Token(*token) for token in self.store.read_row(row)]
 
     def check(self, expected: list[list[Token]]) -> None:
-        """Checks that every row holds exactly these tokens on pages of its own, and that no other page is lost."""
+        """Checks that every row holds exactly these tokens on its own pages, and that no other page is lost."""
         for row, tokens in enumerate(expected):
             found = {token.position: token for token in self.read(row)}
             assert len(found) == int(self.high_count[row] + self.low_count[row]) == len(tokens)
@@ -115,7 +115,7 @@ def run_step(rows: Rows, candidates: list[Token], leaving: list[bool], high: lis
         (count.numpy(), 1, tier.capacity, torch.device("cpu"))
         for count, tier in zip((rows.high_count, rows.low_count), TIERS)
     ]
-    # one head, whose windows hold a candidate each
+    # one head, whose windows each hold a candidate
     length, position = torch.tensor(rows.length), torch.tensor([c.position for c in candidates])
     window = {
         "window_score": torch.tensor([c.score for c in candidates], dtype=torch.float32)[:, None, None],
@@ -131,7 +131,7 @@ def run_step(rows: Rows, candidates: list[Token], leaving: list[bool], high: lis
 def algorithm_one(
     tokens: list[Token], candidate: Token, length: int, high: float, low: float
 ) -> tuple[list[Token], str]:
-    """The tokens afterwards, and which branch was taken."""
+    """The tokens afterwards, and the branch taken."""
     mean, high, low = candidate.mean(length), np.float32(high), np.float32(low)
     if mean < low:
         return tokens, "candidate pruned"
@@ -192,7 +192,7 @@ def test_every_branch_of_algorithm_one() -> None:
 
 @pytest.mark.parametrize("tier", [HIGH, LOW])
 def test_ties_go_to_the_oldest(tier: int) -> None:
-    """Many tokens share the smallest mean, to the last bit, in whatever slots and pages they stand."""
+    """Many tokens share the smallest mean, to the last bit, in whatever slots and pages they are."""
     count = 3 * TIERS[tier].capacity
     counts = [[0] * 8, [0] * 8]
     counts[tier] = [count] * 8
@@ -230,7 +230,7 @@ def test_equal_thresholds_never_use_the_low_tier() -> None:
 
 
 class Rewrite:
-    """A random rewrite of random rows, and the tokens it should leave."""
+    """A random rewrite of random rows, and the tokens that should remain."""
 
     def __init__(self, seed: int, extra: int = 200, max_pages: int | None = None) -> None:
         rng = np.random.default_rng(seed)
@@ -261,7 +261,7 @@ class Rewrite:
         self.new = tuple(_new_tokens(part) for part in new)
 
     def pages_needed(self) -> int:
-        """Returns the number of pages for the expected tokens."""
+        """Returns the number of pages that the expected tokens need."""
         counts = [(sum(t.tier == tier for t in tokens), tier) for tokens in self.expected for tier in (HIGH, LOW)]
         return sum(-(-count // TIERS[tier].capacity) for count, tier in counts)
 
@@ -302,7 +302,7 @@ def test_rewriting_gives_back_what_is_no_longer_needed() -> None:
 
 
 def test_pages_given_back_serve_the_same_rewrite() -> None:
-    """A full pool: what some rows give up is exactly what others, or other tiers, take."""
+    """The pool is full: what some rows give up is exactly what others, or other tiers, take."""
     rewrite = Rewrite(3, extra=0)
     have = rewrite.rows.pool.capacity - 1
     need = rewrite.pages_needed()
@@ -314,7 +314,7 @@ def test_pages_given_back_serve_the_same_rewrite() -> None:
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.slow
 def test_without_room_nothing_changes(missing: int) -> None:
-    """Fails before it writes if one page is missing for the result, and works with all of them."""
+    """It fails before writing if a single page is missing for the result, and works with all of them."""
     rewrite = Rewrite(2, extra=0)
     need = rewrite.pages_needed()
     assert need > rewrite.rows.pool.capacity - 1

@@ -70,7 +70,7 @@ def make_case(
 ):
     """A cache with `high_tokens`, `low_tokens` (int [batch][kv_heads]) and `window` (int [batch]) tokens.
 
-    Whatever holds no token is poisoned: pages with 0xFF bytes, the window with NaN.
+    Everything that holds no token is poisoned: pages with 0xFF bytes, the window with NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     value_dim = value_dim or key_dim
@@ -142,7 +142,7 @@ def run_kernel(case, splits=3, block=32, scratch=None, operand=None, softcap=Non
 
 
 def run_reference(case, softcap=None, sinks=None, **options):
-    """The oracle needs a window without NaN, as the cache keeps it."""
+    """The oracle needs a window without NaN, such as the cache keeps."""
     rows = case.rows
     tiers = [
         (rows.counts[tier].flatten().numpy(), 0, layout.capacity, torch.device("cpu"))
@@ -159,7 +159,7 @@ def relative_error(got, want):
 
 
 def stored_by_hand(rows, row, dtype):
-    """Dense keys and values of a row's pages, high tokens then low ones, straight from the page format's definition."""
+    """Dense keys and values of a row's pages, high tokens then low ones, decoded from the page format's definition."""
     found, table = [], rows.page_table.view(-1, rows.width)[row]
     for tier, layout in ((HIGH, rows.layout.high), (LOW, rows.layout.low)):
         for token in range(int(rows.counts[tier].view(-1)[row])):
@@ -170,7 +170,7 @@ def stored_by_hand(rows, row, dtype):
 
 
 def gains(before, after):
-    """Returns the gains of the scores of all attended tokens: pages [tiers][tokens] and window."""
+    """Returns how much the scores of all attended tokens grew: pages [tiers][tokens] and window."""
     result = []
     for tier, layout in ((HIGH, before.layout.high), (LOW, before.layout.low)):
         old, new = (as_scores(segments(case.rows.pages, layout).score) for case in (before, after))
@@ -188,7 +188,7 @@ def gains(before, after):
 
 
 def untouched(before, after):
-    """Whether nothing but the scores of stored tokens changed in the pages."""
+    """Whether nothing in the pages changed except the scores of stored tokens."""
     mask = torch.ones_like(before.rows.pages, dtype=torch.bool)
     width = before.rows.width
     for tier, layout in ((HIGH, before.layout.high), (LOW, before.layout.low)):
@@ -212,7 +212,7 @@ def assert_like_reference(case, **options):
     if case.layout.high.score_bytes == 4:
         assert relative_error(gains(case, mine), expected) < 1e-3
     else:
-        # what tokens received differs by little, so few sums are rounded to the other side
+        # received attention differs by little, so few sums are rounded the other way
         off = (gains(case, mine) - expected).abs()
         assert (off < 1e-4 + 2e-3 * expected).float().mean() > 0.9
         assert (off <= 2**-10 + 2e-3 * expected).all()
@@ -293,7 +293,7 @@ def test_head_shapes_match_the_reference(key_dim, value_dim, group):
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 8), (80, 80), (96, 64), (64, 96), (128, 128), (256, 256)])
 @pytest.mark.sampled(6)
 def test_codes_of_two_fields_match_the_reference(key_dim, value_dim):
-    """Rows whose fields, and the halves of their quarters, have any alignment."""
+    """Rows whose fields, and the halves of whose quarters, have any alignment."""
     precisions = {"high": Precision(6, 3), "low": Precision(3, 5)}
     dims = {"key_dim": key_dim, "value_dim": value_dim}
     assert_like_reference(make_case([[40]], [[41]], [18], dtype=torch.float32, **precisions, **dims), splits=2)
@@ -336,7 +336,7 @@ def test_empty_tiers_one_token_and_empty_rows():
     case = make_case([[0, 0], [1, 0], [0, 0], [0, 17]], [[0, 0], [0, 1], [0, 0], [0, 0]], [1, 1, 0, 24])
     mine, got = assert_like_reference(case)
     assert (got[2] == 0).all()
-    # the newest token is all that request 0 sees, and does not score
+    # the newest token is all that request 0 sees, and adds to no score
     assert torch.equal(mine.rows.window_score[0].nan_to_num(), case.rows.window_score[0].nan_to_num())
 
 
@@ -359,7 +359,7 @@ def test_rows_that_are_not_valid_return_zeros_and_score_nothing():
 @pytest.mark.sampled(6)
 def test_softcap_and_sinks_match_the_reference(softcap, with_sinks):
     case = make_case([[25, 0]], [[40, 0]], [1], group=3)
-    # every other element, which no kernel may read as if they stood next to each other
+    # every other element, which no kernel may read as if they were adjacent
     sinks = torch.tensor([[0.5, -2.0, 30.0, 1.0, -1.0, 0.0], [9.0] * 6], dtype=torch.float16).T.contiguous()[:, 0]
     sinks = sinks if with_sinks else None
     assert_like_reference(case, softcap=softcap, sinks=sinks)
@@ -368,14 +368,14 @@ def test_softcap_and_sinks_match_the_reference(softcap, with_sinks):
 def test_more_than_six_thousand_tokens_in_one_head_score():
     case = make_case([[3100]], [[3333]], [50], key_dim=16, slots=64, group=4)
     mine, _ = assert_like_reference(case, splits=5, block=256)
-    # every query head's probabilities sum to 1, so with the newest token's share missing the maxima reach about 1
+    # every query head's probabilities sum to 1, so without the newest token's share the maxima reach about 1
     assert 0.9 < float(gains(case, mine).sum()) <= 4
 
 
 def test_offsets_beyond_two_gigabytes():
     page_bytes = PageLayout.build(K8V4, K4V2, 32, 32, 2).page_bytes
     first_page = 2**31 // page_bytes + 3
-    # reserved, not touched: only the pages in use become resident
+    # reserved but not touched: only the pages in use become resident
     pages = torch.empty(first_page + 32, page_bytes, dtype=torch.uint8)
     assert pages.numel() > 2**31
     pages[first_page:] = 0xFF
@@ -453,7 +453,7 @@ def test_nothing_is_read_back_from_the_device(monkeypatch):
     valid = torch.ones(1, dtype=torch.bool, device="meta")
     rows = replace(case.rows, pool=pool, **tensors)
     launch.decode_attention(case.query.to("meta"), rows, Softmax(1.0), bounds=Bounds(50), valid=valid)
-    # a share of scores for each tier and the window
+    # plus a share of the scores for each tier and the window
     assert [grid for grid, _ in launched] == [(1, 1), (1, case.query.shape[1] + 3)]
 
 
@@ -477,7 +477,7 @@ def test_shipped_configurations_are_consistent(backend, dtype):
             for group in (1, 5, 16):
                 config = KernelConfig.choose(layout, group, dtype, backend)
                 assert config.heads >= group and config.block % 16 == 0
-                # inline PTX gives fp16 and only NVIDIA compiles it
+                # fp16 needs inline PTX, which only NVIDIA compiles
                 if config.mode:
                     assert backend == "cuda" and config.operand == tl.float16
                 if dtype == torch.float32:

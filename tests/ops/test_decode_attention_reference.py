@@ -19,7 +19,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def threads() -> None:
-    """Leaves the number of threads as it is."""
+    """Leaves the number of threads unchanged."""
 
 
 class TestReference(DecodeTests):
@@ -48,7 +48,7 @@ def test_one_long_and_many_short_rows() -> None:
 
 
 def test_more_than_six_thousand_tokens_in_a_head() -> None:
-    """Checks scores and outputs with pieces and chunks that end anywhere and a dominant token in the last page."""
+    """Checks scores and outputs with pieces and chunks of arbitrary ends, and a dominant token in the last page."""
     case = Case([3000, 10], [3333, 0], [5, 1], dim=8, page_bytes=None)
     page, slot = case.store.place(LOW, 0, 3332)
     key = case.query[0, 0] * 4

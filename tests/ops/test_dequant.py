@@ -51,7 +51,7 @@ INSTRUCTIONS = {
 
 
 def emulate(assembly, outputs, words):
-    """Runs straight-line PTX on its input words; float64 [2 * outputs] of the fp16 halves written."""
+    """Runs straight-line PTX on its input words; returns the written fp16 halves, float64 [2 * outputs]."""
     registers = {f"${outputs + i}": word for i, word in enumerate(words)}
     for statement in re.split(";", assembly.strip().strip("{}")):
         statement = statement.strip()
@@ -65,13 +65,13 @@ def emulate(assembly, outputs, words):
 
 
 def choices(bits):
-    """Returns the requests of `unpack`: every piece alone for keys and values, and all of a value at once."""
+    """Returns the requests to `unpack`: every piece alone for keys and values, and all pieces of a value at once."""
     alone = [(form, (piece,)) for form in (BIASED, SUBNORMAL) for piece in range(dequant.pieces(bits))]
     return alone + [(form, tuple(range(dequant.pieces(bits)))) for form in (EXACT, SUBNORMAL)]
 
 
 def four_bytes(bits, rng):
-    """Random packed bytes, the words that are given to the assembly, and the codes of every piece: int [pieces, 4]."""
+    """Random packed bytes, the words passed to the assembly, and the codes of each piece: int [pieces, 4]."""
     if lowest_field(bits) == bits:
         packed = rng.integers(0, 256, 4).astype(np.uint8)
         return [packed], np.stack([packed >> (bits * piece) & (2**bits - 1) for piece in range(8 // bits)])
@@ -86,7 +86,7 @@ def four_bytes(bits, rng):
             words += [first]
             parts = [first >> (2 * piece) & 3 for piece in range(4)]
         else:
-            # bytes of the first and of the second half of a quarter, as they may stand in a word where a row is odd
+            # bytes of the first and second half of a quarter, as they may appear in a word if a row is odd
             later = rng.integers(0, 2, 4).astype(bool)
             words += [np.where(later, 0, first), np.where(later, first, 0)]
             parts = [first >> (2 * piece + later) & 1 for piece in range(4)]

@@ -1,4 +1,4 @@
-"""Grids of prompts of more than a million tokens, of which no program runs: CUDA bounds all axes but the first."""
+"""Grids for prompts of more than a million tokens, without running a program: CUDA bounds all axes but the first."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
 
 
 def long() -> torch.Tensor:
-    """Keys that take no memory."""
+    """Keys that use no memory."""
     return torch.zeros(1, 1, 1, DIM, dtype=torch.float16).expand(2, 1, TOKENS, DIM)
 
 
 @pytest.mark.parametrize("scored", [False, True])
 def test_long_prompts_are_stored(grids: dict[str, tuple[int, ...]], scored: bool) -> None:
     state = State(Precision(5, 4), Precision(3, 3), torch.float16, dim=DIM, heads=1, scored=scored)
-    # a turn over as many tokens as it brings
+    # a turn over as many tokens as it adds
     received = torch.zeros(1).expand(2, 1, 2 * TOKENS) if scored else None
     placement = Placement(6, 1e4, feedback=torch.eye(DIM).expand(2, DIM, DIM))
     store_prompt(state.rows, PromptTokens(long(), long()), placement, TOKENS, received)

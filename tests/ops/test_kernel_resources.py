@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from tools.kernels import report as kernel_report  # noqa: E402
 
-# releases of Triton refuse different code, and count other registers
+# Triton releases reject different code and count registers differently
 pytestmark = pytest.mark.oldest
 
 # instructions per dequantised element of the decode loops at head_dim 128 on sm_90
@@ -19,7 +19,7 @@ CEILINGS = {"K8V4-K4V2": (2.8, 2.6), "K6V4-K5V3": (3.0, 3.4), "K4V3-K3V2": (3.1,
 
 
 def is_main_decode(variant, precisions):
-    """The decode loops of two precisions at head_dim 128 with four query heads per KV head."""
+    """Whether it has two precisions' decode loops at head_dim 128 with four query heads per KV head."""
     constants = variant.constexprs
     if not {"HIGH", "LOW", "GROUP", "MODE"} <= set(constants):
         return False
@@ -31,7 +31,7 @@ def is_main_decode(variant, precisions):
 
 
 def names_of(op, select):
-    """The first variant of each kernel of `op` that is shipped for sm_90 and selected."""
+    """Names the first variant of each kernel of `op` that ships for sm_90 and is selected."""
     found = {}
     for variant in kernel_report.collect_variants([op]):
         if "sm_90" in variant.targets and select(variant):
@@ -54,10 +54,10 @@ def results(decode_names, tmp_path_factory):
     names = sum(decode_names.values(), []) + names_of("prefill_attention", lambda variant: "d128" in variant.name)
     names += [f"flash_forward-bf16-d128-padding-mask-{target}" for target in ("sm_80", "sm_90")]
     names += ["store_tokens-K8V4-g11-d128", "store_tokens-K4V2-g11-d128", "move_tokens-K8V4-K4V2-d128"]
-    # heads with a precision each, where three blocks of rows or 200 registers were too much
+    # heads with their own precisions, for which three blocks of rows or 200 registers were too much
     names += [f"decode_attend-{pair}_unscored-d64-g4-cuda" for pair in ("K6V5-K5V4", "K4V3-K3V3")]
     names += [f"decode_attend-{pair}_unscored-d128-g4-cuda" for pair in ("K6V5-K3V3", "K6V5-K3V2")]
-    # where Triton 3.6 refuses to overlap the loads of two blocks
+    # for which Triton 3.6 refuses to overlap the loads of two blocks
     names += ["past_forward-K8V4-K4V2-bf16-d128-padding-sm_100"]
     names += [
         "past_forward-K6V4-K5V3-bf16-d128-padding-sm_90",
@@ -98,7 +98,7 @@ def test_every_variant_is_listed_once_and_in_its_general_form():
     for variant in variants:
         given = [*variant.signature, *variant.constexprs]
         assert sorted(given) == sorted(variant.kernel.arg_names), variant.name
-        # Triton would make a constant of a number that happens to be 1
+        # Triton would make a constant of a number that is 1
         folded = [name for name, value in variant.constexprs.items() if name.islower() and value is not None]
         assert not folded, (variant.name, folded)
 

@@ -1,4 +1,4 @@
-"""Kernels with absorbed queries against dense float64 attention over the tokens that the pages and the window hold."""
+"""Kernels with absorbed queries against dense float64 attention over the tokens in pages and window."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ SMALL = (16, 32)
 
 
 def latent_case(tokens, window, precision=K8V8, dims=SMALL, heads=20, low=None, low_tokens=None, **options) -> Case:
-    """Rows with the given tokens in pages and window (int [batch]) and absorbed queries; what is unused is poisoned."""
+    """Rows with the given tokens in pages and window (int [batch]) and absorbed queries; unused memory is poisoned."""
     numbers = {"metadata_bits": 16, "position_bytes": 0, "dtype": torch.float32, **options}
     counts = [[[count] for count in part] for part in (tokens, low_tokens or [0] * len(tokens))]
     sizes = {"key_dim": dims[0], "value_dim": dims[1], "group": 1}
@@ -47,7 +47,7 @@ def attend(case, splits=3, config=None, softcap=None, sinks=None, **options):
 
 
 def dense(case, softcap=None, sinks=None) -> torch.Tensor:
-    """Each request's tokens are read byte by byte."""
+    """Dense attention, with each request's tokens read byte by byte."""
     rows, outputs = case.rows, []
     for request in range(rows.batch):
         parts = []
@@ -115,7 +115,7 @@ def test_dims_that_are_no_powers_of_two() -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 7])
 def test_unequal_rows_and_splits(splits) -> None:
-    """Empty pages, full ones, one token, rows of several pages; more splits than some rows have blocks."""
+    """Rows are empty, full, of one token or several pages; there are more splits than some rows have blocks."""
     capacity = latent_case([1], [1]).layout.high.capacity
     check(latent_case([0, capacity, 1, capacity + 1, 2 * capacity], [19, 1, 24, 17, 16], heads=3), splits)
 
@@ -149,7 +149,7 @@ def test_softcap_and_sinks(softcap, learned) -> None:
 
 
 def test_chosen_buffers() -> None:
-    """Without given buffers the launcher makes them for blocks of heads."""
+    """If no buffers are given, the launcher allocates them for blocks of heads."""
     case = latent_case([200], [9], heads=40)
     made = Scratch.allocate(case.query, case.rows, case.max_tokens)
     assert made.config.heads == LATENT_HEADS and made.output.shape[2:] == (40, SMALL[1])

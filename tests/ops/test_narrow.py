@@ -1,4 +1,4 @@
-"""Metadata and scores of 16 bits against exact fractions, and what rounding at random does to sums."""
+"""16-bit metadata and scores against exact fractions, and the effect of random rounding on sums."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_codes_that_are_inset(bits: int, groups: int) -> None:
     ],
 )
 def test_inset_codes_lose_less_and_shrink_nothing(elements: int, bits: int, less: float) -> None:
-    """`less` is the mean square error over that of codes from end to end."""
+    """`less` is the mean square error relative to that of end-to-end codes."""
     x = torch.randn(4000, elements, generator=torch.Generator().manual_seed(0))
     packed = [quantize(x, bits, 1, metadata_bytes=2, inset=inset) for inset in (FULL_RANGE, inset_of(bits, elements))]
     decoded = [dequantize(*each, bits, 1, torch.float32) for each in packed]
     errors = [float((each - x).square().mean()) for each in decoded]
     assert errors[1] < less * errors[0]
-    # groups of other sizes take the inset of smaller ones
+    # other group sizes use the inset of smaller ones
     near = 0.015 if elements == 80 else 0.003
     assert abs(float((decoded[1] * x).mean() / x.square().mean()) - 1) < near
 
@@ -73,7 +73,7 @@ def test_other_values_take_their_full_range(bits: int, elements: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_scale_and_zero_point(bits: int) -> None:
-    """Zero points too are exact in float32."""
+    """Zero points are also exact in float32."""
     words = torch.arange(992 * 64).to(torch.int16)
     scale, zero = segments.scale_and_zero(words, bits)
     exact = [scale_and_zero(word, bits) for word in range(0, 992 * 64, 31)]
@@ -125,14 +125,14 @@ def test_the_hash() -> None:
     assert segments.score_noise(torch.tensor([0, 5, 4095]), torch.tensor([1, 300, 65536]), 1).tolist() == KNOWN
 
 
-# the numbers saved caches and other backends go by
+# fixed values that saved caches and other backends rely on
 KNOWN = [216, 2254, 508]
 
 
 @pytest.mark.parametrize("gain", [1e-2, 1e-3, 1e-4, 1e-5])
 @pytest.mark.sampled(100)
 def test_sums_of_many_small_gains_are_right_on_average(gain: float) -> None:
-    """Adds gains to 4,096 tokens over 2,000 steps. Rounding to the nearest would lose all smaller gains."""
+    """Adds gains to 4,096 tokens over 2,000 steps. Rounding to nearest would lose all smaller gains."""
     tokens, steps = torch.arange(4096), 2000
     stored = segments.stored_score(1 + torch.rand(4096, generator=torch.Generator().manual_seed(0)))
     start = segments.score_of(stored).double()
@@ -142,7 +142,7 @@ def test_sums_of_many_small_gains_are_right_on_average(gain: float) -> None:
         stored = segments.stored_score(segments.score_of(stored) + gain, noise)
         nearest = segments.stored_score(segments.score_of(nearest) + gain)
     error = segments.score_of(stored).double() - start - steps * gain
-    # additions in float32 have a bias of their own, of half their last place at most, mostly far less
+    # float32 additions have a bias of their own, at most half their last place and usually far less
     own = steps * 2.0**-24 * np.mean((start + steps * gain).tolist()) / 10
     assert abs(float(error.mean())) < 4 * float(error.std()) / math.sqrt(4096) + own
     # each step's variance is at most gain * the last place

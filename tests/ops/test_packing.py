@@ -1,4 +1,4 @@
-"""Codes of every precision to bytes and back, as pages/layout.py says they are packed, wherever that is done."""
+"""Packs codes of every precision into bytes and back, as defined in pages/layout.py, in every implementation."""
 
 from contextlib import nullcontext
 
@@ -17,7 +17,7 @@ IMPLEMENTATIONS = {"reference": reference, "kernels": launch, **dict.fromkeys(SE
 
 
 def bit_place(element: int, bit: int, bits: int, dim: int) -> tuple[int, int]:
-    """Byte of a packed row, and bit of that byte, where a bit of an element's code stands."""
+    """Byte of a packed row, and bit within it, that hold one bit of an element's code."""
     start = 0
     for field in (8, 4, 2, 1):
         if not bits & field:

@@ -1,4 +1,4 @@
-"""Prompts in half precision on CPUs, by PyTorch's flash attention, against a dense float64 softmax."""
+"""Half-precision prompts on CPUs, with PyTorch's flash attention, against a dense float64 softmax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.prefill_attention import cpu as op
 from hf_diffkv.ops.prefill_attention import flash
 
-# a rounding of the output, to which that of the probabilities adds
+# one rounding of the output, in addition to the rounding of probabilities
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -27,12 +27,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def threads() -> None:
-    """Leaves the number of threads as it is."""
+    """Leaves the number of threads unchanged."""
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the op's implementations that were called; none of them runs."""
+    """Names of the op's implementations that are called; none of them runs."""
     names: list[str] = []
     for name in ("flash", "native", "reference"):
         monkeypatch.setattr(getattr(op, name), "prefill_attention", lambda *_, name=name, **options: names.append(name))
@@ -48,7 +48,7 @@ class TestFlash(PromptTests):
 
 
 def test_heads_too_wide_for_the_kernels_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the reference although kernels run, as on a GPU for Gemma 4's full-attention layers."""
+    """The reference is used even if kernels run, as on a GPU for Gemma 4's full-attention layers."""
     monkeypatch.setattr(backend, "use_kernels", lambda device, dtype: True)
     query, key, value = (part.float() for part in draw(1, 1, 2, 9, 512))
     output, received = attend_prompt(prefill_attention, query, key, value, scaling=0.05)

@@ -15,7 +15,7 @@ SMALL_TILE = tiles.Tile(32, 16, 4, 1)
 
 @pytest.fixture(autouse=True)
 def poisoned_buffers(monkeypatch):
-    """Fills memory that the launcher does not initialise with NaN, or with bytes of 0xFF."""
+    """Fills memory that the launcher leaves uninitialised with NaN, or with 0xFF bytes."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -29,7 +29,7 @@ def poisoned_buffers(monkeypatch):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Many blocks at small lengths."""
+    """Gives many blocks at small lengths."""
     monkeypatch.setattr(launch, "forward_tile", lambda *_, **__: SMALL_TILE)
     monkeypatch.setattr(launch, "column_tile", lambda *_: SMALL_TILE)
     monkeypatch.setattr(launch, "past_tile", lambda *_: SMALL_TILE)
@@ -38,7 +38,7 @@ def small_tiles(monkeypatch):
 def make_inputs(batch, query_heads, kv_heads, length, key_dim, value_dim=None, *, past=None, dtype=torch.float32):
     """Random tensors; logits vary by several units, so that significance differs between tokens.
 
-    past: stored tokens of every row, half of them at each level and one in the window if it is odd.
+    past: number of stored tokens per row, half of them at each level and one in the window if it is odd.
     """
     generator = torch.Generator().manual_seed(length)
     value_dim = value_dim or key_dim
@@ -61,7 +61,7 @@ def make_inputs(batch, query_heads, kv_heads, length, key_dim, value_dim=None, *
 
 
 def padding(*rows):
-    """bool [rows, longest] from strings in which a dot is padding."""
+    """bool [rows, longest] from strings in which a dot means padding."""
     return torch.tensor([[letter != "." for letter in row] for row in rows])
 
 
@@ -168,7 +168,7 @@ def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
     want = attend(reference, **inputs)
 
     class SpoiltDenominators:
-        """Probabilities of queries before the window would be infinite."""
+        """Makes the probabilities of queries before the window infinite if they are read."""
 
         def __init__(self, kernel):
             self.kernel, self.arg_names = kernel, kernel.arg_names
@@ -294,7 +294,7 @@ def test_what_the_kernels_cannot_take_is_refused(change, message):
 
 
 def test_more_rows_than_a_launch_takes_are_refused():
-    """Programs along the third axis of a launch are counted in 16 bits."""
+    """Programs along a launch's third axis are counted in 16 bits."""
     one = torch.zeros(1, 2, 1, 16).expand(32768, -1, -1, -1)
     with pytest.raises(ValueError, match="32768 sequences of 2 KV heads are more than 65535"):
         attend_prompt(launch.prefill_attention, one, one, one, scaling=0.25)

@@ -1,4 +1,4 @@
-"""Exact attention of new tokens and what each key receives, against a dense float64 softmax of every query head."""
+"""Exact attention of new tokens and the attention each key receives, against a dense float64 softmax per query head."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def draw(batch: int, heads: int, group: int, length: int, dim: int, value_dim: i
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, tolerance: float = 1e-10, past=None, **options) -> None:
-    """`past`: from `hand_past`; a dense one among the options follows it."""
+    """Compares with `dense`; `past`: from `hand_past`, followed by any dense past in the options."""
     scaling = query.shape[-1] ** -0.5
     stored, *held = [None] * 4 if past is None else past
     output, received = attend_prompt(prefill_attention, query, key, value, scaling=scaling, past=stored, **options)
@@ -141,7 +141,7 @@ LOSSLESS = Precision(16, 16)
 
 
 def past_of(batch: int, longest: int, **options):
-    """A past of at most `longest` tokens per row, some rows without any."""
+    """Draws a past of at most `longest` tokens per row, with some rows empty."""
     generator = torch.Generator().manual_seed(3)
     window = torch.randint(0, min(9, longest), (batch,), generator=generator)
     window[0] = 0
@@ -188,7 +188,7 @@ def test_a_past_that_holds_nothing() -> None:
 
 
 def test_a_mask_among_the_new_tokens() -> None:
-    """A block of tokens that see each other in both directions, as image tokens do."""
+    """A block of tokens sees each other in both directions, like image tokens."""
     mask = torch.ones(2, 1, 30, 30).tril().bool()
     mask[1, :, 5:15, 5:15] = True
     mask[0, :, 20:, 3] = False

@@ -135,7 +135,7 @@ def test_codes_of_two_fields_in_rows_of_any_alignment(key_dim, value_dim):
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.sampled(100)
 def test_group_sizes(group, small_tiles, monkeypatch):  # noqa: F811
-    """Blocks of rows begin and end within a group."""
+    """Blocks of rows begin and end inside a group."""
     held = hand_past([[20, 40]], [[70, 1]], [7], key_dim=16)
     shared = check_past(held, draw(1, 2, group, 11, 16))
     monkeypatch.setattr(launch, "MANY_PROGRAMS", 0)
@@ -153,7 +153,7 @@ def test_tokens_that_end_near_the_end_of_a_page_or_block(tokens, small_tiles):  
 
 @pytest.mark.slow
 def test_one_long_row_and_many_short(monkeypatch):
-    """More than six thousand tokens in one head, in shares of several splits."""
+    """One head has more than six thousand tokens, divided among several splits."""
     monkeypatch.setattr(launch, "choose_splits", lambda *_: 5)
     monkeypatch.setattr(launch, "past_tile", lambda *_: tiles.Tile(16, 512, 1, 1))
     monkeypatch.setattr(launch, "column_tile", lambda *_: tiles.Tile(16, 512, 1, 1))

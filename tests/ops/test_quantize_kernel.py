@@ -31,7 +31,7 @@ def make_tokens(tier, count, dtype):
 
 
 def random_moves(tier):
-    """Pages of random bytes; pages and slots from where tokens move, and those to where."""
+    """Pages of random bytes, the pages and slots from which tokens move, and their destinations."""
     generator = torch.Generator().manual_seed(0)
     pages = torch.randint(0, 256, (PAGES, tier.page_bytes), generator=generator, dtype=torch.uint8)
     places = torch.randperm(PAGES * tier.capacity, generator=generator)
@@ -61,7 +61,7 @@ def assert_read_alike(pages, tier, tokens, dtype, op=launch):
 
 
 def assert_moved_alike(pages, tier, tokens, op=launch):
-    """The first half of the tokens go to where the others are."""
+    """Moves the first half of the tokens to the places of the others."""
     page, slot = (places[: len(places) // 2 * 2].view(2, -1) for places in tokens[:2])
     moves = page[0], slot[0], page[1], slot[1]
     expected = pages.clone()
@@ -156,7 +156,7 @@ def test_error_is_at_most_half_a_step_of_a_dense_computation(bits):
     for got, want, groups in ((read_key, key, 4), (read_value, value, 1)):
         want = want.view(len(page), groups, -1)
         span = (want.amax(-1) - want.amin(-1))[..., None]
-        # half a step, and what fp16 rounding of scale and zero point adds at the far end
+        # half a step, plus what fp16 rounding of scale and zero point adds at the far end
         bound = span / (2**bits - 1) * 0.5 + (span + want.abs().amax(-1, keepdim=True)) * 2**-10
         assert ((got.view_as(want) - want).abs() <= bound).all()
     view = segments(pages, tier)

@@ -1,4 +1,4 @@
-"""The quantiser and its packing against one written by hand in numpy, byte for byte."""
+"""The quantiser and its packing, compared byte for byte with a hand-written numpy version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_diffkv.precision import CODE_BITS
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Rows of very different ranges and offsets."""
+    """Draws rows with very different ranges and offsets."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator)
     spread = torch.exp(2 * torch.randn(*shape[:-1], 1, generator=generator)).clamp(max=300)
@@ -49,7 +49,7 @@ def test_decoding(bits: int, groups: int) -> None:
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_the_error_is_half_a_step(bits: int) -> None:
-    """Plus what rounding the scale and the zero point to fp16 can cost."""
+    """Rounding the scale and the zero point to fp16 may add to this."""
     x = draw(300, 128)
     decoded = dequantize(*quantize(x, bits, 1), bits, 1, torch.float32)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -87,7 +87,7 @@ def test_constant_rows_decode_to_the_zero_point(bits: int, value: float) -> None
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_a_range_too_small_for_a_scale(bits: int) -> None:
-    """The scale underflows to zero: all elements become the zero point, none becomes NaN."""
+    """The scale underflows to zero: all elements become the zero point, and none becomes NaN."""
     x = torch.tensor([[0.125, 0.125 + 1.5e-8] * 8])
     assert x[0, 0] != x[0, 1]
     packed, metadata = quantize(x, bits, 1)
@@ -159,7 +159,7 @@ def size_of_metadata(bits: int, numbers: dict) -> int:
     "precision", [Precision(8, 4), Precision(4, 2, 2, 4), Precision(16, 1), Precision(5, 3)], ids=str
 )
 def test_moved_tokens_keep_every_byte(precision: Precision, numbers: dict) -> None:
-    """Decoding and quantising again would change codes; moving must not, even where places overlap."""
+    """Decoding and quantising again would change codes; moving must not, even if places overlap."""
     tier = PageLayout.build(precision, precision, 32, 32, 2, page_bytes=2048, **numbers).high
     capacity = tier.capacity
     pages = torch.randint(0, 256, (4, tier.page_bytes), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

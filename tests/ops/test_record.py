@@ -1,4 +1,4 @@
-"""The list of shipped kernels is what launchers launch."""
+"""The list of shipped kernels matches what launchers launch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fill(size: int = 4, **options: int) -> None:
 
 
 def test_a_launch_is_noted_as_triton_would_compile_it() -> None:
-    # of its documentation: a pointer by what it points to, integers by their size, a 1 as a constant unless excepted
+    # as documented: a pointer by its element type, integers by their size, a 1 as a constant unless excepted
     expected = KernelVariant(
         name="fill",
         kernel=fill_kernel,
@@ -57,7 +57,7 @@ def test_a_launch_is_noted_as_triton_would_compile_it() -> None:
         targets=("sm_80",),
     )
     assert record(lambda: fill(num_warps=8, num_stages=3, maxnreg=128), targets=("sm_80",)) == [expected]
-    # what a launch leaves open is Triton's choice
+    # Triton chooses what a launch leaves open
     (plain,) = record(fill)
     assert (plain.num_warps, plain.num_stages, plain.options, plain.targets) == (4, None, {}, kernel_report.TARGETS)
 

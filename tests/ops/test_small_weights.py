@@ -1,4 +1,4 @@
-"""One token takes most of a long row, and the others' weights times scales are below what fp16 can tell apart."""
+"""One token dominates a long row, and the others' weights times scales are below fp16's resolution."""
 
 from dataclasses import replace
 
@@ -16,10 +16,10 @@ from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import Bounds
 from hf_diffkv.pages.segments import Contents
 
-# logits of the others are GAP and GAP - 0.5 below that of the one
+# the others' logits are GAP and GAP - 0.5 below that of the dominant token
 TOKENS, GAP = 8192, 9.5
 BITS = [8, 6, 5, 4, 3, 2]
-# of values; weight times scale is then less than half of fp16's smallest number, but near it for 2 bits
+# scale of values; weight times scale is then below half of fp16's smallest number, but close to it for 2 bits
 SPREAD = 2.0**-11
 
 
@@ -31,7 +31,7 @@ def rewrite(case: Case) -> torch.Tensor:
     key = torch.randn(TOKENS, layout.key_dim, generator=generator) * 0.3
     key -= (key @ direction)[:, None] * direction
     key[5] += 8 * direction
-    # values share a mean, so what is lost of them does not cancel out
+    # values share a mean, so that losses do not cancel out
     value = torch.randn(TOKENS, layout.value_dim, generator=generator) + torch.arange(layout.value_dim).sin()
     value *= SPREAD
     value[5] = 0
@@ -53,7 +53,7 @@ def test_stored_tokens(bits: int, metadata_bits: int) -> None:
     case = make_case([[TOKENS]], [[0]], [1], high=precision, low=precision, **numbers)
     case = replace(case, query=(rewrite(case) / case.scaling)[None].bfloat16())
     key, value = (part.double() for part in stored_by_hand(case.rows, 0, torch.bfloat16))
-    # and the window's token of zeros
+    # and the window's token, which is zero
     weights = torch.nn.functional.pad(case.query[0].double() @ key.T * case.scaling, (0, 1)).softmax(-1)
     assert weights[:, 5].min() > 0.4
     config = KernelConfig.choose(case.layout, 2, torch.bfloat16, "cpu")

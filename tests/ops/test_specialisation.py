@@ -1,7 +1,7 @@
 """Binaries that Triton would compile.
 
-On a GPU it compiles one of its own for numbers that are 1, and for numbers and addresses that are multiples of 16. That
-takes seconds, and fails while a step is captured. The interpreter compiles nothing.
+On a GPU, it compiles separate binaries for numbers that are 1, and for numbers and addresses that are multiples of 16.
+This takes seconds, and fails while a step is captured. The interpreter compiles nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 
 
 def specialised(kernel: InterpretedFunction, args: tuple, kwargs: dict[str, Any]) -> dict[str, tuple]:
-    """Type and class ("D": a multiple of 16, None: not asked) of each argument, as a launch on a GPU tells them."""
+    """Type and class ("D": a multiple of 16, None: not specialised) of each argument, as determined by a GPU launch."""
     named = {name: value for name, value in kwargs.items() if name not in OPTIONS}
     given = inspect.signature(kernel.fn).bind(*args, **named).arguments
     found = {}
@@ -47,7 +47,7 @@ def specialised(kernel: InterpretedFunction, args: tuple, kwargs: dict[str, Any]
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, tuple]]]:
-    """Classes of the arguments of every launch, by the kernel's name."""
+    """Classes of the arguments of every launch, by kernel name."""
     found = defaultdict(list)
     run = InterpretedFunction.run
 
@@ -60,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, tuple]
 
 
 def check(launches: dict[str, list[dict[str, tuple]]]) -> None:
-    """Checks that every kernel saw one class per argument, and only multiples of 16 where these have a class."""
+    """Checks that every kernel saw one class per argument, and only multiples of 16 if there is a class."""
     wrong = {
         (kernel, name, *found)
         for kernel, calls in launches.items()
@@ -84,7 +84,7 @@ def check(launches: dict[str, list[dict[str, tuple]]]) -> None:
     ids=["chosen", "all"],
 )
 def test_a_generation_compiles_every_kernel_once(launches, fields: dict, kernels: set[str]) -> None:
-    """One request and one KV head: what belongs to one layer stands at any address."""
+    """With one request and one KV head, the data of one layer may start at any address."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
     model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=16, **sizes)
     model = model.to(torch.bfloat16).eval()
@@ -106,7 +106,7 @@ def test_a_generation_compiles_every_kernel_once(launches, fields: dict, kernels
 
 @pytest.mark.parametrize("length", [1, 16, 19])
 def test_prompts_of_any_length_compile_every_kernel_once(launches, length: int) -> None:
-    """Passes views as a caller may: a mask, padding, a dense past; and one KV head with a stride of one."""
+    """Passes views as a caller may: a mask, padding, a dense past, and one KV head with a stride of one."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (2, 1, 1))
     key = key.as_strided(key.shape, (1, 1, 16, 1))

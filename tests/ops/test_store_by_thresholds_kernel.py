@@ -1,4 +1,4 @@
-"""Rows that are levelled anew: kernels and plain PyTorch end with the same bytes, whatever stood there before."""
+"""Rows levelled anew: kernels and plain PyTorch end with the same bytes, whatever was there before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class State:
-    """Requests without a token, and pages for them; `turn` draws the next tokens."""
+    """Requests without tokens, and pages for them; `turn` draws the next tokens."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class State:
         """Draws arguments for `tokens` new tokens. The first `padded` ones of the second request are padding.
 
         Args:
-            share: received attention as a share of the average; if it is small, fewer tokens stay high than before.
+            share: received attention relative to the average; if it is small, fewer tokens stay high than before.
         """
         rows = self.rows
         batch, heads = rows.high_count.shape
@@ -85,7 +85,7 @@ class State:
         held = rows.high_count + rows.low_count
         exact = (rows.length - rows.window_start).clamp(min=0) + torch.minimum(rows.length, rows.sink_end)
         past = int((held + exact[:, None]).max())
-        # of each of the later queries, what tokens receive on the average, times a random number
+        # average attention received from each later query, times a random number
         later = torch.cat([torch.full((past,), tokens), tokens - 1 - torch.arange(tokens)])
         received = torch.rand(batch, heads, past + tokens, generator=self.generator) * 2 * share
         received *= later / (rows.length.max() + tokens)
@@ -101,7 +101,7 @@ class State:
         return new, placement, received
 
     def tokens(self, tier: int) -> set[tuple[int, int]]:
-        """Row and position of each token of a tier."""
+        """Row and position of each token in a tier."""
         tokens = stored_tokens(self.rows, tier)
         view = segments(self.rows.pages, self.rows.tiers[tier])
         position = view.positions(tokens.page, tokens.slot)
@@ -132,13 +132,13 @@ TURNS = ((5, 3, 1.0), (40, 7, 1.0), (35, 0, 0.1), (30, 4, 0.0), (1, 0, 0.0))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are several blocks long, and there are more of those than are counted at a time."""
+    """Makes rows several blocks long, with more blocks than are counted at a time."""
     monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.BLOCK", 32)
     monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.CHUNK", 2)
 
 
 def compare_turns(state: State, turns: tuple, exact: bool = True, **options: object) -> dict[str, int]:
-    """Compares after each of the turns, and counts what happened."""
+    """Compares after each turn, and counts what happened."""
     seen = {"demoted": 0, "pruned": 0, "given": 0}
     for tokens, padded, share in turns:
         before = [state.tokens(tier) for tier in (HIGH, LOW)]
@@ -171,9 +171,9 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
 )
 @pytest.mark.slow
 def test_turns(high: Precision, low: Precision, dtype: torch.dtype, fields: dict) -> None:
-    """Padding, prompts that stay in their windows, rows that grow, sink, shrink by whole pages, and start over."""
+    """Padding, prompts that stay in their windows, rows that grow, drop a level, shrink by whole pages, start over."""
     state = State(high, low, dtype, **fields)
-    # products with a constant are added in another order than the interpreter's
+    # products with a constant are summed in a different order from the interpreter's
     seen = compare_turns(state, TURNS, exact=not state.rotates)
     assert all(seen.values()), seen
     assert not state.rows.invalid

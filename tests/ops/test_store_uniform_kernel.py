@@ -1,4 +1,4 @@
-"""Rows of one tier each that get a prompt: kernels and plain PyTorch end with the same bytes."""
+"""Rows with one tier each that receive a prompt: kernels and plain PyTorch end with the same bytes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hf_diffkv.config import Precision
 from hf_diffkv.ops.store_prompt.launch import store_prompt
 
 K5V4, K3V3 = Precision(5, 4), Precision(3, 3)
-# with two heads of two requests
+# for two heads of two requests
 LOW_ROWS = [[True, False], [False, True]]
 
 
 def state_of(high: Precision, low: Precision, dtype: torch.dtype, **fields: object) -> State:
-    """Rows without scores, low ones among them."""
+    """Rows without scores, including low ones."""
     state = State(high, low, dtype, heads=2, scored=False, **fields)
     state.rows.alpha_high.copy_(torch.where(torch.tensor(LOW_ROWS), math.inf, 0.0))
     return state
 
 
 def compare_turns(state: State, turns: tuple, exact: bool = True, **options: object) -> None:
-    """Compares after each of the turns: new tokens, and how many of the second request's are padding."""
+    """Compares after each turn: new tokens, and how many of the second request's are padding."""
     for tokens, padded in turns:
         want = copy.deepcopy(state)
         new, placement, received = state.turn(tokens, padded, **options)
@@ -55,8 +55,8 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
 @pytest.mark.parametrize("chunk", [2, 256])
 @pytest.mark.slow
 def test_turns(high, low, dtype, fields, chunk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding, prompts that stay in their windows and leave them, pages that are begun; more rows than are counted at
-    a time."""
+    """Padding, prompts that stay in their windows and leave them, partly filled pages; more rows than are counted at a
+    time."""
     monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.CHUNK", chunk)
     state = state_of(high, low, dtype, **fields)
     compare_turns(state, ((5, 3), (60, 7), (35, 0), (3, 1), (1, 0)), exact=not state.rotates)
@@ -71,7 +71,7 @@ def matrices_of(state: State) -> torch.Tensor:
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.slow
 def test_keys_of_few_bits_are_rounded(dim: int) -> None:
-    """Rounds keys of few bits for queries, but not keys of 8 bits."""
+    """Rounds low-bit keys for queries, but not 8-bit keys."""
     for high, low in ((K5V4, K3V3), (Precision(8, 4), Precision(4, 3, 2, 1))):
         state = state_of(high, low, torch.float32, dim=dim)
         compare_turns(state, ((60, 5), (40, 0)), feedback=matrices_of(state))

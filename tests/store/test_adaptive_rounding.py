@@ -1,4 +1,4 @@
-"""Keys rounded for the queries of their forward, against the dense simulation, which solves for each channel anew."""
+"""Keys rounded for their forward's queries, against the dense simulation, which solves anew for each channel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {
 
 
 class Directed:
-    """Queries and keys that are larger in some channels than in others, keys with a mean."""
+    """Queries and keys that are larger in some channels than in others; keys have a mean."""
 
     def draw(self, heads: int, tokens: int) -> Tensor:
         drawn = super().draw(heads, tokens).double() * CHANNELS
@@ -50,7 +50,7 @@ class DirectedShared(Directed, SharedPair):
 
 @pytest.mark.parametrize("case", CASES)
 def test_prompts_turns_and_steps(case: str) -> None:
-    """A prompt, steps, a turn of which little is new, a turn that moves the window, more steps."""
+    """A prompt, steps, a turn with few new tokens, a turn that moves the window, more steps."""
     config = DiffKVConfig(window=8, sinks=2, adaptive_rounding=True, **CASES[case])
     pair = DirectedPair(config, 3, heads=2, group=2, dim=16)
     pair.follow(50, *[1] * 4, 3, 30, *[1] * 10, valid=left_padding((50, 30, 0)))
@@ -67,7 +67,7 @@ def test_a_layer_that_others_read_rounds_for_all_their_queries() -> None:
 
 
 def test_only_keys_of_few_bits_that_a_prompt_stores_change() -> None:
-    """Checks that the option leaves values, keys of 8 bits and tokens leaving the window in generation unchanged."""
+    """Checks that the option does not change values, 8-bit keys, or tokens that leave the window during generation."""
     found = []
     for adaptive in (False, True):
         for high in (Precision(8, 4), Precision(4, 4)):
@@ -104,7 +104,7 @@ def tier_of(name: str, dim: int, metadata_bits: int = 16) -> TierLayout:
 
 
 def keys_and_queries(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys [n, dim] and their rows, and queries [1, 3, 70, dim] whose channels belong together."""
+    """Keys [n, dim] and their rows, and queries [1, 3, 70, dim] with correlated channels."""
     generator = torch.Generator().manual_seed(dim)
     mixed = torch.randn(dim, dim, generator=generator) * torch.logspace(1, -1, dim)
     query = torch.randn(1, 3, 70, dim, generator=generator) @ mixed
@@ -124,7 +124,7 @@ FORMATS = [("K5V4", 64, 16), ("K4V3g2/1", 64, 16), ("K4V4", 128, 32), ("K6V4", 8
 
 @pytest.mark.parametrize("name, dim, metadata_bits", FORMATS)
 def test_what_is_quantised_decodes_to_the_best_codes(name: str, dim: int, metadata_bits: int) -> None:
-    """Against a solution for each channel and key, in float64, so that no choice is near a tie."""
+    """Compares with a solution for each channel and key in float64; no choice is close to a tie."""
     tier = tier_of(name, dim, metadata_bits)
     key, row, query = keys_and_queries(dim, torch.float64)
     moment = second_moment(query.double(), 3)
@@ -135,7 +135,7 @@ def test_what_is_quantised_decodes_to_the_best_codes(name: str, dim: int, metada
 
 
 def assert_as_good(rounded: Tensor, key: Tensor, row: Tensor, query: Tensor, tier: TierLayout) -> None:
-    """Compares codes with the reference, except for those within float32's rounding of a tie."""
+    """Compares codes with the reference, except for codes within float32's rounding of a tie."""
     moment = second_moment(query, 3)
     expected = stored(reference.round_keys(key, row, feedback_of(moment), tier), tier)
     found = stored(rounded, tier)

@@ -1,4 +1,4 @@
-"""Bytes of a cache, compared with dense bf16, with the papers' pages, and with every tensor that it owns."""
+"""Bytes of a cache, compared with dense bf16, with the papers' pages, and with all tensors that it owns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def held_bytes(root: object) -> int:
-    """Bytes of every tensor that can be reached from `root`; shared memory counts once, mapped pages as committed."""
+    """Bytes of every tensor reachable from `root`; shared memory counts once, mapped pages count as committed."""
     seen: set[int] = set()
     storages: dict[int, int] = {}
     committed = 0
@@ -69,7 +69,7 @@ def model_config() -> LlamaConfig:
 
 
 def medians() -> tuple[tuple[float, ...], ...]:
-    """Per layer and head the alpha_high that half the tokens outside the window reach."""
+    """Returns, per layer and head, the alpha_high that half the tokens outside the window reach."""
     store = new_store(DiffKVConfig(alpha_high=1e9), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, CPU)
     begin(store, TOKENS)
     outside = slice(SINKS, TOKENS - 64)
@@ -89,14 +89,14 @@ def check_bytes(cache: DiffKVCache, share: float) -> None:
     assert report.dense_bytes == dense
     assert report.bytes == store.bytes == held_bytes(store)
     assert report.bytes < share * dense
-    # everything counted one by one: pages, the window with its sums, and the rest, which is small
+    # everything counted item by item: pages, the window with its sums, and the small rest
     pages = store.pool.capacity * store.layout.page_bytes
     window = LAYERS * HEADS * store.window_slots * (2 * DIM * 2 + 4)
     assert pages + window < report.bytes < pages + window + 0.005 * dense
 
 
 def check_prompt_and_steps(alpha_high: object, share: float) -> dict[str, int]:
-    """Bytes after a prompt and after steps; returns how many tokens the prompt left at each level."""
+    """Checks bytes after a prompt and after steps; returns the number of prompt tokens left at each level."""
     cache = DiffKVCache(model_config(), alpha_high=alpha_high, alpha_low=0.0)
     run_cache(cache, TOKENS, seed=0)
     counts = cache.memory().tokens
@@ -150,7 +150,7 @@ def run(store: Store, tokens: int, seed: int) -> None:
 
 
 def pages_needed(store: Store) -> int:
-    """Full pages of the live tokens and one partial page per tier, head, layer and row, and the null page."""
+    """Number of full pages of live tokens, plus one partial page per tier, head, layer and row, and the null page."""
     held = payload(store)
     total = 1
     for count, layout in ((held.high, store.layout.high), (held.low, store.layout.low)):
@@ -174,7 +174,7 @@ def test_generation_reuses_the_slots_of_pruned_tokens() -> None:
 
 
 def test_turns_give_pages_back_and_later_tokens_take_them() -> None:
-    """Between turns the pool never holds more than the largest need so far."""
+    """Between turns, the pool never holds more than the largest need so far."""
     store = small_store(alpha_high=1.2, alpha_low=1.0)
     most, shrunk = 0, 0
     for turn in range(25):
@@ -260,13 +260,13 @@ print(peak() - first_peak, store.pool.bytes - first_bytes, (LAYERS - 1) * HEADS 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_the_peak_of_a_prompt_is_what_is_held() -> None:
     root = Path(__file__).resolve().parents[2]
-    # large blocks of glibc go back at once, so that the figure is not how its heap happens to be cut up
+    # large glibc blocks are returned at once, so that heap fragmentation does not affect the figure
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", PEAK], capture_output=True, text=True, cwd=root, env=environment, check=True
     )
     growth, held, dense = map(int, result.stdout.split())
     assert held < 0.26 * dense
-    # a tenth and 4 MiB for the allocator; the dense cache would be more than three times this
+    # a tenth plus 4 MiB for the allocator; the dense cache would need more than three times as much
     assert growth < 1.1 * held + (4 << 20)
     assert 1.1 * held + (4 << 20) < 0.35 * dense

@@ -1,4 +1,4 @@
-"""The compressed cache against the dense simulation, step by step, on ragged batches."""
+"""The compressed cache, compared with the dense simulation step by step on ragged batches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
 
 
 class Pair:
-    """One store of one layer and its simulation, fed the same queries, keys and values."""
+    """One store with one layer and its simulation, given the same queries, keys and values."""
 
     tolerance = 1e-5
-    # of attention outputs, where that of the rest does not do
+    # for attention outputs, if larger than `tolerance`
     output_tolerance = 1e-5
     score_tolerance = 1e-5
-    # of keys and values
+    # for keys and values
     token_tolerance = 1e-6
 
     def __init__(
@@ -58,7 +58,7 @@ class Pair:
         alpha_low = config.alpha_low[0] if isinstance(config.alpha_low, tuple) else config.alpha_low
         self.store.set_thresholds(0, alpha_high, alpha_low)
         if not config.selects and config.high == config.low:
-            # the one precision that there is
+            # only one precision exists
             alpha_high = alpha_low = 0.0
         self.simulation = LayerSimulation(
             batch,
@@ -84,7 +84,7 @@ class Pair:
         self.generator = torch.Generator().manual_seed(0)
 
     def model_moment(self, index: int) -> torch.Tensor:
-        """A moment of R q whose factor is what the store rounds by."""
+        """A moment of R q whose factor the store rounds by."""
         factor = self.store.model_feedback.matrix[index].double().mT
         return factor @ factor.mT
 
@@ -117,7 +117,7 @@ class Pair:
         torch.testing.assert_close(output, expected, rtol=tolerance, atol=max(self.tolerance, self.output_tolerance))
 
     def rounded_sums(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums of the simulation as the store holds them in its pages, which is one of the two nearest numbers."""
+        """The simulation's sums as the store's pages hold them, rounded to one of the two nearest numbers."""
         rounded, index = sums.clone(), self.simulation._index
         for tier, layout in ((HIGH, self.store.layout.high), (LOW, self.store.layout.low)):
             tokens = stored_tokens(self.store.rows(0), tier)
@@ -125,7 +125,7 @@ class Pair:
             row = tokens.row // self.heads
             column = (index[row] == view.positions(tokens.page, tokens.slot)[:, None]).int().argmax(1)
             rounded[row, tokens.row % self.heads, column] = view.scores(tokens.page, tokens.slot)
-        # and the sums themselves are sums of float32 numbers, in another order
+        # the sums themselves add float32 numbers in another order
         assert ((rounded - sums).abs() <= sums * (2**-10 + 1e-5)).all()
         return rounded
 
@@ -144,24 +144,24 @@ class Pair:
         self.compare_sums(tokens)
 
     def compare_sums(self, tokens: LayerTokens) -> None:
-        # what selects nothing keeps no sums
+        # a store that selects nothing keeps no sums
         sums = self.simulation.sums() * self.store.config.selects
         torch.testing.assert_close(tokens.score, sums, rtol=self.score_tolerance, atol=1e-6)
 
     def steps(self, count: int) -> None:
-        """Forwards of one token."""
+        """Runs `count` forwards of one token."""
         for _ in range(count):
             self.forward(1)
 
     def follow(self, *tokens: int, valid: torch.Tensor | None = None) -> None:
-        """Forwards of so many tokens, each compared; `valid` is of the first."""
+        """Runs forwards with these numbers of tokens and compares each; `valid` is for the first."""
         for count in tokens:
             self.forward(count, valid)
             self.compare()
             valid = None
 
     def assert_mixed(self, least: int, levels: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-        """More than `least` tokens have each of these levels."""
+        """Checks that more than `least` tokens have each of these levels."""
         held = self.simulation.levels()
         counts = {level: int((held == level).sum()) for level in levels}
         assert min(counts.values()) > least, counts
@@ -193,16 +193,16 @@ def test_low_precision_models(dtype: torch.dtype, prompts: str, steps: str) -> N
         DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16, sinks=4), 3, heads=2, group=3, dim=32, dtype=dtype
     )
     if prompts == "flash":
-        # it rounds probabilities to bfloat16: by 2**-9 of an average of values of which none is above 5
+        # it rounds probabilities to bfloat16: by 2**-9 of an average of values, none of which exceeds 5
         pair.output_tolerance = 5 * 2**-9
-        # and its exponential is an approximation
+        # its exponential is an approximation
         pair.score_tolerance = 2e-4
     with use_backend("reference") if prompts == "reference" else nullcontext():
         pair.forward(100, left_padding((100, 40, 7)))
     pair.compare()
     pair.output_tolerance = Pair.output_tolerance
     if steps == "digits":
-        # integer products take 14 bits of queries and of weights; no value is above 5
+        # integer products use 14 bits for queries and weights; no value exceeds 5
         pair.output_tolerance = 5 * 2**-13
         pair.score_tolerance = 2**-11
     with nullcontext() if steps == "digits" or library.library() is None else library.use_instructions("portable"):
@@ -248,7 +248,7 @@ def test_precisions_and_groups(high: Precision, low: Precision) -> None:
 )
 @pytest.mark.sampled(6)
 def test_narrow_pages(high: Precision, low: Precision) -> None:
-    """Prompt, steps, and further turns, whose gains round at random as well."""
+    """Runs a prompt, steps and further turns, whose gains are also rounded at random."""
     config = DiffKVConfig(high, low, alpha_high=1.0, alpha_low=0.5, window=8, metadata_bits=16)
     pair = Pair(config, 3, heads=2, group=2, dim=32)
     assert pair.store.layout.high.position_bytes == 2

@@ -34,7 +34,7 @@ LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_lo
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.sampled(100)
 def test_launches_of_a_layer(config: DiffKVConfig, expected: list[str], padded: bool, monkeypatch) -> None:
-    """The kernel that appends rotates and counts lengths up, and nothing is read."""
+    """The kernel that appends also rotates and increments lengths, and nothing is read."""
     store = new_store(config, 2, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
     counter, generator = Launches(monkeypatch), torch.Generator().manual_seed(0)
     with use_backend("kernels"), torch.no_grad():

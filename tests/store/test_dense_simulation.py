@@ -1,4 +1,4 @@
-"""The dense simulation against results worked out by hand and against PyTorch's own attention."""
+"""The dense simulation against hand-computed results and PyTorch's own attention."""
 
 import math
 
@@ -30,13 +30,13 @@ def simulation(
 
 
 def feed(sim: LayerSimulation, columns: int, valid=None, batch=1, heads=1, dim=4, dtype=torch.float64) -> None:
-    """Forward zero queries, which attend uniformly, with random keys and values."""
+    """Forwards zero queries, which attend uniformly, with random keys and values."""
     key, value = torch.randn(2, batch, heads, columns, dim, dtype=dtype)
     sim.forward(torch.zeros_like(key), key, value, None if valid is None else torch.tensor(valid))
 
 
 def set_state(sim: LayerSimulation, levels: list[int], sums: list[float]) -> None:
-    """Overwrite the levels and sums of a simulation of one row and one head."""
+    """Overwrites the levels and sums of a simulation with one row and one head."""
     sim._levels[0, 0] = torch.tensor(levels, dtype=torch.int8)
     sim._keys[sim._levels == PRUNED] = 0
     sim._values[sim._levels == PRUNED] = 0
@@ -52,11 +52,11 @@ class TestQuantise:
     @pytest.mark.parametrize(
         ("bits", "x", "codes", "decoded"),
         [
-            # Scale 8; 2 lies half way and goes to the even code 0.
+            # Scale 8; 2 lies halfway and goes to the even code 0.
             (1, [-2, 6, 2, 1.9, 2.1], [0, 1, 0, 0, 1], [-2, 6, -2, -2, 6]),
-            # Scale 3; 1.5 lies half way between codes 1 and 2, -1.5 between 0 and 1.
+            # Scale 3; 1.5 lies halfway between codes 1 and 2, -1.5 between 0 and 1.
             (2, [-3, 0, 1.5, -1.5, 6], [0, 1, 2, 0, 3], [-3, 0, 3, -3, 6]),
-            # Scale 2; 5 lies half way between codes 2 and 3, 7 between 3 and 4.
+            # Scale 2; 5 lies halfway between codes 2 and 3, 7 between 3 and 4.
             (3, [0, 5, 7, 7.1, 14], [0, 2, 4, 4, 7], [0, 4, 8, 8, 14]),
             # Scale 1; 2.5 and 3.5 go to the even neighbour.
             (4, [0, 2.5, 3.5, 7.4, 15], [0, 2, 4, 7, 15], [0, 2, 4, 7, 15]),
@@ -66,7 +66,7 @@ class TestQuantise:
             (6, [0, 0.25, 0.75, 20.3, 31.5], [0, 0, 2, 41, 63], [0, 0, 1, 20.5, 31.5]),
             # Scale 1, zero -1.
             (8, [-1, 0.5, 1.5, 126.5, 254], [0, 2, 2, 128, 255], [-1, 1, 1, 127, 254]),
-            # fp16 steps by 2 here: the minimum 2049 is stored as 2048, so the maximum would need code 16.
+            # fp16 has steps of 2 here: the minimum 2049 is stored as 2048, so the maximum would need code 16.
             (4, [2049, 2064, 2051], [1, 15, 3], [2049, 2063, 2051]),
             # The minimum 2051 is stored as 2052 and would need code -1.
             (4, [2051, 2066, 2053], [0, 14, 1], [2052, 2066, 2053]),
@@ -100,34 +100,34 @@ class TestQuantise:
 
 
 class TestAlgorithmOne:
-    """Thresholds 0.1 and 0.5; token 3 is the candidate, 4 is the window."""
+    """Thresholds are 0.1 and 0.5; token 3 is the candidate, token 4 is the window."""
 
     @pytest.mark.parametrize(
         ("levels", "mean", "changes"),
         [
-            # High candidate, nobody has fallen: no victim.
+            # High candidate, no token has fallen: no victim.
             ([HIGH, LOW, HIGH], [0.6, 0.0, 0.7, 0.9], [(3, HIGH)]),
-            # High candidate, the least high token earns low. The low tier is not looked at.
+            # High candidate, the least high token earns low. The low tier is not examined.
             ([HIGH, LOW, HIGH], [0.4, 0.0, 0.7, 0.9], [(3, HIGH), (0, LOW)]),
-            # Only the least significant falls, even where two have.
+            # Only the least significant token falls, even if two have.
             ([HIGH, LOW, HIGH], [0.4, 0.0, 0.3, 0.9], [(3, HIGH), (2, LOW)]),
             # High candidate, the least high token is pruned.
             ([HIGH, LOW, HIGH], [0.4, 0.0, 0.05, 0.9], [(3, HIGH), (2, PRUNED)]),
             # Ties go to the oldest.
             ([PRUNED, HIGH, HIGH], [0.0, 0.3, 0.3, 0.9], [(3, HIGH), (1, LOW)]),
-            # The newcomer alone in its tier, or least of it.
+            # The newcomer is alone in its tier, or the least significant in it.
             ([PRUNED, LOW, PRUNED], [0.0, 0.0, 0.0, 0.5], [(3, HIGH)]),
             ([HIGH, LOW, PRUNED], [0.6, 0.0, 0.0, 0.5], [(3, HIGH)]),
-            # Low candidate, nobody has fallen; the high tier is not looked at.
+            # Low candidate, no token has fallen; the high tier is not examined.
             ([HIGH, LOW, HIGH], [0.0, 0.2, 0.0, 0.3], [(3, LOW)]),
-            # Low candidate, the least low token is pruned, the oldest of equals.
+            # Low candidate, the least low token is pruned, and among equals the oldest.
             ([LOW, LOW, HIGH], [0.09, 0.05, 0.0, 0.3], [(3, LOW), (1, PRUNED)]),
             ([LOW, LOW, HIGH], [0.05, 0.05, 0.0, 0.3], [(3, LOW), (0, PRUNED)]),
             # A low token that now earns high stays low.
             ([LOW, PRUNED, PRUNED], [0.9, 0.0, 0.0, 0.3], [(3, LOW)]),
-            # Candidate exactly on a threshold belongs above it.
+            # A candidate exactly on a threshold belongs above it.
             ([PRUNED, PRUNED, PRUNED], [0.0, 0.0, 0.0, 0.1], [(3, LOW)]),
-            # Pruned candidate: nobody else is touched.
+            # Pruned candidate: no other token is touched.
             ([HIGH, LOW, HIGH], [0.0, 0.0, 0.0, 0.05], [(3, PRUNED)]),
         ],
     )
@@ -210,8 +210,8 @@ class TestPrompt:
         assert torch.equal(keys[3], key[3]) and torch.equal(values[3], value[3])
 
     def test_group_maximum_is_over_sums(self) -> None:
-        # Query 1 of head 0 and query 2 of head 1 look at token 0, the other queries at themselves: each head gives
-        # token 0 a sum of about 1, where the sum of per-query maxima would be 2.
+        # Query 1 of head 0 and query 2 of head 1 attend to token 0, the other queries to themselves: each head gives
+        # token 0 a sum of about 1, whereas the sum of per-query maxima would be 2.
         sim = simulation(dim=3)
         key = torch.eye(3, dtype=torch.float64)[None, None]
         query = 100 * torch.stack([key[0, 0, [0, 0, 2]], key[0, 0, [0, 1, 0]]])[None]
@@ -297,7 +297,7 @@ class TestObservationWindow:
         torch.testing.assert_close(sim.sums()[0, 0, [0, 2, 3, 4]], torch.tensor(expected))
 
     def test_past_tokens_are_scaled_as_well(self) -> None:
-        # A chunk of three, of which one query is observed: it attends to five tokens and stands for three queries.
+        # In a chunk of three, one query is observed: it attends to five tokens and stands for three queries.
         sim = simulation(observation_window=1)
         feed(sim, 2)
         feed(sim, 3)
@@ -374,7 +374,7 @@ class TestAttention:
         torch.testing.assert_close(output, expected.bfloat16())
 
     def test_rows_do_not_depend_on_padding_or_on_each_other(self) -> None:
-        """A left-padded batch behaves as its rows do alone, through prompt, steps and a second prompt."""
+        """Through prompt, steps and a second prompt, a left-padded batch behaves as its rows do alone."""
         lengths, chunks, heads = [5, 12, 9], [12, *[1] * 10, 4, *[1] * 5], 2
         options = {"alpha_high": 1.1, "alpha_low": 0.8, "heads": heads, "window": 3, "high": K8V4, "low": K4V2}
         batched = simulation(batch=3, **options)

@@ -1,4 +1,4 @@
-"""One test for each fault known of the method's first implementation, so that none of them can appear here."""
+"""One test for each known fault of the method's first implementation, so that none of them can appear here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = Precision(16, 16)
 
 
 class Run:
-    """A store fed with random tokens, and a dense float64 check of every output and sum."""
+    """A store that is given random tokens, and a dense float64 check of every output and sum."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Run:
             self.forward(1, check=check)
 
     def forward(self, tokens: int, valid: Tensor | None = None, check: bool = True) -> list[tuple[Tensor, ...]]:
-        """Runs all layers; returns what they were fed."""
+        """Runs all layers; returns their inputs."""
         store, fed = self.store, []
         before = [read_tokens(store, layer) if store.seen else None for layer in range(store.num_layers)]
         begin(store, tokens, valid)
@@ -73,7 +73,7 @@ class Run:
         return fed
 
     def check(self, layer: int, before: Any, states: tuple[Tensor, ...], output: Tensor, valid: Tensor | None) -> None:
-        """Output and sums against a dense softmax over what was stored before and the exact new tokens."""
+        """Compares output and sums with a dense softmax over what was stored before and the exact new tokens."""
         after = read_tokens(self.store, layer)
         tokens = states[0].shape[2]
         valid = torch.ones(output.shape[0], tokens, dtype=torch.bool) if valid is None else valid
@@ -100,14 +100,14 @@ class Run:
                 torch.testing.assert_close(after.score[row, head][kept].double(), sums[kept], rtol=1e-4, atol=1e-5)
 
     def pages(self, layers: slice = slice(None)) -> int:
-        """Pages that the stored tokens fill, partly filled ones included."""
+        """Number of pages that the stored tokens fill, including partly filled ones."""
         held = payload(self.store)
         parts = ((held.high, self.store.layout.high), (held.low, self.store.layout.low))
         return sum(int((-(-count[layers] // layout.capacity)).sum()) for count, layout in parts)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, present: Tensor, real: Tensor, scaling: float):
-    """Causal attention of one head, aligned at the last key: output, and what every key gets from later queries."""
+    """Causal attention of one head, aligned at the last key: output, and what every key receives from later queries."""
     tokens, past = query.shape[0], key.shape[0] - query.shape[0]
     output, received = torch.zeros(tokens, value.shape[1], dtype=torch.float64), torch.zeros(key.shape[0]).double()
     column = torch.arange(key.shape[0])
@@ -123,7 +123,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, present: Tensor, real: Tens
 
 @pytest.mark.parametrize("tokens", [65, 100, 512, 1111, 4000])
 def test_fault_1_prompt_scores_stay_with_their_tokens(tokens: int) -> None:
-    """Sums, keys and values of every stored token are its own, whatever level it was sorted to."""
+    """Sums, keys and values of every stored token are its own, whichever level it was sorted into."""
     run = Run(alpha_high=1.0, alpha_low=0.4, heads=2, group=1, dim=16, window=16)
     (_, key, value), *_ = run.forward(tokens)
     held = read_tokens(run.store, 0)
@@ -155,7 +155,7 @@ def test_fault_3_more_than_5760_tokens_in_a_head() -> None:
 
 
 def test_fault_4_a_full_free_list_and_an_empty_one() -> None:
-    """A prompt takes the last page and row drops give all others back; both times the count and the pages agree."""
+    """A prompt takes the last page, and dropping rows returns all others; the count and the pages agree both times."""
     run = Run(batch=3, alpha_high=1.0, alpha_low=0.0, window=4, page_bytes=512)
     run.forward(200)
     store = run.store
@@ -180,7 +180,7 @@ def test_fault_4_a_full_free_list_and_an_empty_one() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_fault_5_prompts_shorter_than_alpha_high_tokens(tokens: int) -> None:
-    """alpha_high / N is above 1 there: no mean reaches it, and nothing else goes wrong."""
+    """There, alpha_high / N is above 1: no mean reaches it, and nothing else goes wrong."""
     run = Run(batch=2, alpha_high=5.0, alpha_low=0.0, window=1)
     run.forward(tokens)
     assert payload(run.store).high.sum() == 0
@@ -217,7 +217,7 @@ def test_fault_7_a_prompt_reserves_pages_layer_by_layer_and_as_needed(alpha_high
 
 
 def test_fault_8_pages_are_given_back_during_generation() -> None:
-    """A turn whose first token draws all attention frees the past; a dropped row frees everything it had."""
+    """A turn whose first token draws all attention frees the past; a dropped row frees all its pages."""
     run = Run(batch=3, alpha_high=1.0, alpha_low=0.6, window=4, page_bytes=512)
     store = run.store
     run.forward(200)
@@ -244,7 +244,7 @@ def test_fault_8_pages_are_given_back_during_generation() -> None:
 def test_fault_9_no_host_reads_between_two_refreshes(
     monkeypatch: pytest.MonkeyPatch, batch: int, padding: bool
 ) -> None:
-    """Reads the device once in `refresh_steps` generated tokens, whatever the number of layers."""
+    """Reads the device once per `refresh_steps` generated tokens, regardless of the number of layers."""
     monkeypatch.setattr(cache_layer, "reads_are_free", lambda device: False)
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4)
@@ -288,7 +288,7 @@ def test_fault_10_group_sizes(group: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fault_10_a_tier_of_16_bits(dtype: torch.dtype) -> None:
-    """Checks that a tier of 16 bits stores tokens exactly."""
+    """Checks that a 16-bit tier stores tokens exactly."""
     run = Run(high=FULL, low=Precision(16, 16, 2, 2), alpha_high=1.0, alpha_low=0.0, window=4, dtype=dtype)
     fed = run.forward(60)
     for _ in range(10):
@@ -300,7 +300,7 @@ def test_fault_10_a_tier_of_16_bits(dtype: torch.dtype) -> None:
 
 
 def test_fault_10_chunks_of_a_prompt_and_repeated_rows() -> None:
-    """Chunked prompts, several sequences from one prompt, beams: rows are copied, then go their own ways."""
+    """Chunked prompts, several sequences from one prompt, beams: rows are copied and then diverge."""
     run = Run(batch=2, alpha_high=1.0, alpha_low=0.5, window=4)
     for tokens in (30, 30, 7):
         run.forward(tokens)

@@ -1,4 +1,4 @@
-"""The whole store on the Triton kernels, under the interpreter, against the dense simulation."""
+"""The whole store on the Triton kernels, in the interpreter, against the dense simulation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
 @pytest.mark.parametrize("sinks, window, lengths", [(4, 8, (7, 3)), (3, 6, (5, 2))])
 @pytest.mark.slow
 def test_rotated_rows_and_sinks(sinks: int, window: int, lengths: tuple[int, int]) -> None:
-    """Rows that are centred when they leave the window; one is shorter than the sinks at first."""
+    """Rows are centred when they leave the window; one is initially shorter than the sinks."""
     config = DiffKVConfig(alpha_high=1.1, alpha_low=0.6, window=window, sinks=sinks)
     pair = RotatedPair(config, 2, heads=1, group=2, dim=64, dtype=torch.float32)
     pair.tolerance = 2e-3
@@ -96,7 +96,7 @@ def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) ->
 
 
 def test_a_captured_step_takes_queries_of_another_dtype() -> None:
-    """Takes queries and keys of different dtypes, like a step from Python; some models have them."""
+    """Some models have queries and keys of different dtypes, which a step from Python also accepts."""
     found = []
     for rounded in (False, True):
         cache = DiffKVCache(tiny_model("llama").config, DiffKVConfig(alpha_high=1.0, window=4))

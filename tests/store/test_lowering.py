@@ -1,4 +1,4 @@
-"""Rows lowered to their final precision against the dense simulation, and their choice against brute force."""
+"""Rows lowered to their final precision, against the dense simulation, and the choice of rows against brute force."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lower(pair: Pair, rows: list[tuple[int, int]]) -> None:
     held = (pair.store.alpha_high, pair.store.high_count, pair.store.low_count, pair.store.table.table)
     places = [tensor.data_ptr() for tensor in held]
     lower_rows(pair.store, chosen)
-    # where captured steps read them
+    # the addresses from which captured steps read them
     held = (pair.store.alpha_high, pair.store.high_count, pair.store.low_count, pair.store.table.table)
     assert [tensor.data_ptr() for tensor in held] == places
     pair.compare()
@@ -73,7 +73,7 @@ def lower(pair: Pair, rows: list[tuple[int, int]]) -> None:
 def test_rows_lowered_at_random_moments_equal_the_simulation(
     backend: str, final: str, fields: dict, measured: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged prompts, steps, turns and hidden tokens, with a row or two lowered between any two forwards."""
+    """Ragged prompts, steps, turns and hidden tokens, with a row or two lowered between forwards."""
     monkeypatch.setattr("hf_diffkv.store.lower_rows.TOKENS_AT_ONCE", 50)
     moments = {"moments": query_moments(1, 2)} if measured else {}
     chance = random.Random(seed)
@@ -81,7 +81,7 @@ def test_rows_lowered_at_random_moments_equal_the_simulation(
     chance.shuffle(rows)
     with use_backend(backend):
         pair = pair_of(until_full(final, **fields), **moments)
-        # a row that is lowered before it has any token
+        # a row that is lowered before it has any tokens
         if seed:
             lower(pair, [rows.pop()])
         pair.forward(40, left_padding((40, 20, 2)))
@@ -101,13 +101,13 @@ def test_rows_lowered_at_random_moments_equal_the_simulation(
 
 
 def staged(finals: list[str], **fields) -> DiffKVConfig:
-    """The configuration of a layer whose heads go through K8V8 and K6V5 to their final precisions, all in one store."""
+    """The configuration of a layer whose heads go through K8V8 and K6V5 to their final precisions in a single store."""
     fields = {"window": 6, "sinks": 3, "page_bytes": 512, "max_bytes": "1GB", "metadata_bits": 16, **fields}
     return DiffKVConfig(head_precisions=[finals], **fields).of_layer(0)
 
 
 def lower_by_stages(pair: Pair, rungs: np.ndarray) -> None:
-    """Lowers rows of both to rungs counted from where their stage began, int64 [3, 2]."""
+    """Lowers rows of both to rungs, counted from the start of their stage, int64 [3, 2]."""
     settle(pair.store)
     simulation, store = pair.simulation, pair.store
     place = [tensor.data_ptr() for tensor in (store.table.table, store.high_count, store.alpha_high)]
@@ -137,7 +137,7 @@ def lower_by_stages(pair: Pair, rungs: np.ndarray) -> None:
 def test_rows_go_through_stages_as_in_the_simulation(
     backend: str, finals: list[str], fields: dict, measured: bool, seed: int
 ) -> None:
-    """Rows are lowered within a stage, to the next one, and over a whole stage at once, between any two forwards."""
+    """Between forwards, rows are lowered within a stage, to the next one, and over a whole stage at once."""
     moments = {"moments": query_moments(1, 2)} if measured else {}
     keeps = np.array([final != "K3V2" and len(set(finals)) > 1 for final in finals])
     chance = np.random.default_rng(seed)
@@ -153,7 +153,7 @@ def test_rows_go_through_stages_as_in_the_simulation(
         for forward in range(12):
             if forward in (2, 3, 7, 9):
                 at = store.low_heads[0].numpy().astype(np.int64)
-                # one of each two rows, then all, then half to the last precision from where a stage was left
+                # half the rows on average, then all, then half to the last precision from where a stage was left
                 rungs = np.maximum(at, chance.integers(0, 2, (3, 2)))
                 if forward == 7:
                     rungs = np.where(keeps, 1, chance.integers(1, 3, (3, 2)))
@@ -166,7 +166,7 @@ def test_rows_go_through_stages_as_in_the_simulation(
             pair.compare()
         select_rows(store, torch.tensor([2, 0, 0]))
     assert [stage for stage, _ in held] == [0, 0, 1, len(store.layouts) - 1] and held[1][1] > 0
-    # as many as end at the last precision; the others are at the one before
+    # as many as end at the last precision; the others are at the one before it
     assert held[-1][1] == 3 * int((~keeps).sum())
     assert (store.high, store.low) == store.precisions[-2:]
 
@@ -182,7 +182,7 @@ def test_inset_codes_of_fewer_bits_stand_for_whole_cells(bits: int, fewer: int, 
     given = _merged(x, bits, fewer, 1, inset)
     packed, metadata = quantize(given, fewer, 1, metadata_bytes=2, inset=inset)
     same = unpack(packed, fewer) == codes // 2 ** (bits - fewer)
-    # scales of five bits may move an element across the middle between two codes
+    # five-bit scales may move an element across the midpoint between two codes
     assert same.float().mean() > (0.97 if fewer < 4 else 0.93)
     decoded = dequantize(packed, metadata, fewer, 1, torch.float64)
     if bits == fewer:
@@ -192,7 +192,7 @@ def test_inset_codes_of_fewer_bits_stand_for_whole_cells(bits: int, fewer: int, 
 
 @pytest.mark.parametrize("bits, fewer", [(4, 3), (3, 2), (6, 4)])
 def test_codes_of_fewer_bits_stand_for_whole_cells(bits: int, fewer: int) -> None:
-    """Lowered elements are in the middle of as many old codes each; from end to end they would not be."""
+    """Lowered elements lie in the middle of equally many old codes; with end-to-end codes they would not."""
     codes = torch.randint(2**bits, (50, 64), generator=torch.Generator().manual_seed(0))
     codes[:, 0], codes[:, 1] = 0, 2**bits - 1
     x, merged = (0.1 * codes - 0.7).double(), 2 ** (bits - fewer)
@@ -221,7 +221,7 @@ def test_requests_keep_the_precisions_of_their_rows() -> None:
 
 
 def test_rows_give_way_to_other_memory() -> None:
-    """Recorded tokens, say, need bytes that the pool holds."""
+    """For example, recorded tokens need bytes that the pool holds."""
     with use_backend("reference"):
         pair = pair_of(until_full("K5V4", max_bytes=60_000, page_bytes=512))
         pair.forward(150)
@@ -246,7 +246,7 @@ def demand_of(pages: np.ndarray, may_lower: np.ndarray, harm: np.ndarray, **give
 
 
 def worth(demands: list[Demand], chosen: list[np.ndarray]) -> tuple[int, float]:
-    """Bytes that are needed if rows are at rungs, and their harm."""
+    """Bytes needed if rows are at these rungs, and the harm done."""
     taken, harm = 0, 0.0
     for demand, rungs in zip(demands, chosen):
         for row in np.ndindex(rungs.shape):
@@ -256,7 +256,7 @@ def worth(demands: list[Demand], chosen: list[np.ndarray]) -> tuple[int, float]:
 
 
 def allowed(demand: Demand, rungs: np.ndarray) -> bool:
-    """Whether rows may have these rungs: what is forbidden stays, and none is two below another."""
+    """Whether rows may be at these rungs: forbidden rows stay, and none is two below another."""
     if rungs.max() > max(1, rungs.min() + 1):
         return False
     return all(
@@ -268,7 +268,7 @@ def allowed(demand: Demand, rungs: np.ndarray) -> bool:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("shapes", [[(2, 2, 2)], [(1, 2, 2), (2, 2, 1)]], ids=["one store", "two stores"])
 def test_the_choice_of_rows_against_all_choices(shapes: list[tuple[int, int, int]], seed: int) -> None:
-    """It fits, without its last row it does not, and no choice of less harm frees what it frees without that row."""
+    """It fits, does not fit without its last row, and no less harmful choice frees what it frees without that row."""
     chance = np.random.default_rng(seed)
     demands = []
     for number, shape in enumerate(shapes):
@@ -300,7 +300,7 @@ def test_the_choice_of_rows_against_all_choices(shapes: list[tuple[int, int, int
 
 
 def all_rungs(demand: Demand) -> list[np.ndarray]:
-    """All rungs that rows may have together."""
+    """All combinations of rungs that are allowed."""
     shape, most = demand.now.shape, demand.pages.shape[0]
     every = (np.array(rungs).reshape(shape) for rungs in product(range(most), repeat=demand.now.size))
     return [rungs for rungs in every if allowed(demand, rungs)]
@@ -308,10 +308,10 @@ def all_rungs(demand: Demand) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_choice_over_stages(seed: int) -> None:
-    """Two stores of three or four rungs: what is chosen is allowed, fits, and is all that one room more asks for too.
+    """For two stores of three or four rungs, the choice is allowed, fits, and only grows when less room is left.
 
-    Of all choices that fit, those that the moves of least harm for a byte lead to are near the best: no more than the
-    harm of the last move above the least, where the moves of each store get more harmful.
+    Among all choices that fit, moving by least harm per byte leads close to the best: at most the harm of the last move
+    above the minimum, if the moves of each store become more harmful.
     """
     chance = np.random.default_rng(seed)
     demands = []
@@ -322,7 +322,7 @@ def test_the_choice_over_stages(seed: int) -> None:
         may_lower[-1] = chance.random(shape) >= 0.3
         now = chance.integers(0, 2, shape)
         may_lower[0] &= now == 0
-        # each stage is more harmful for its bytes than the one before
+        # each stage is more harmful per byte than the one before
         harm = np.maximum(gains, 1) * (chance.random((moves, *shape)) + np.arange(moves).reshape(-1, 1, 1, 1))
         demands.append(demand_of(pages, may_lower, harm, now=now, page_bytes=2 + number))
     every = list(product(*map(all_rungs, demands)))
@@ -334,11 +334,11 @@ def test_the_choice_over_stages(seed: int) -> None:
         chosen = rows_to_lower(demands, room)
         needed, cost = worth(demands, chosen)
         assert needed <= room and all(map(allowed, demands, chosen))
-        # less room never gives a row back
+        # less room never raises a row again
         assert before is None or all((now >= old).all() for now, old in zip(chosen, before))
         before = chosen
         reached.add(tuple(int(rungs.max()) for rungs in chosen))
-        # moves that free nothing are made on the way, so that a choice without them has less harm
+        # moves that free nothing are made along the way, so a choice without them does less harm
         free = sum(float(demand.harm[demand.gain == 0].sum()) for demand in demands)
         dearest = max(float(demand.harm.max()) for demand in demands)
         assert cost <= min(cost for taken, cost in costs if taken <= room) + free + dearest + 1e-9
@@ -369,7 +369,7 @@ def test_equal_rows_are_lowered_longest_first_and_in_turn_over_layers(stores: li
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stores_that_share_a_budget_equal_their_simulations(backend: str) -> None:
-    """Two stores of other precisions, page sizes and heads: rows of both are lowered, and pages change hands."""
+    """Two stores with different precisions, page sizes and heads: rows of both are lowered, and pages move across."""
     limit = 130_000
     with use_backend(backend):
         pairs = [
@@ -406,7 +406,7 @@ def test_stores_that_share_a_budget_equal_their_simulations(backend: str) -> Non
 
 
 def follow(pairs: list[Pair]) -> None:
-    """Lowers in the simulations what has been lowered in the stores."""
+    """Lowers in the simulations what was lowered in the stores."""
     for pair in pairs:
         for request, head in (pair.store.low_heads[0] & ~(pair.simulation.alpha_high > 0)).nonzero().tolist():
             pair.simulation.lower(request, head)

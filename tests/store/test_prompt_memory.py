@@ -1,4 +1,4 @@
-"""Memory of a prompt beside its keys, values and output while a layer compresses it: counted, not measured."""
+"""Memory that a prompt needs beyond its keys, values and output while a layer compresses it: counted, not measured."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TOKENS = 1536
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the tensors that are copied at once, of a fixed size, small beside the prompt."""
+    """Makes the tensors copied at once, which have a fixed size, small compared with the prompt."""
     monkeypatch.setattr(rewrite, "READ_TOKENS", 1024)
     monkeypatch.setattr(rotation, "FLOAT_ELEMENTS", 1 << 17)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of tensors that operators make while the mode is on, as long as they live."""
+    """Counts the live memory of tensors created by operators while the mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
 def attend(store: Store, tokens: int, seed: int) -> tuple[int, int]:
     """Peak of one layer's turn beyond its output, and the bytes of its keys and values."""
     generator = torch.Generator().manual_seed(seed)
-    # laid out as models have them
+    # laid out as in models
     shapes = [(1, tokens, heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]
     states = [torch.randn(shape, generator=generator).to(store.dtype).transpose(1, 2) for shape in shapes]
     begin_forward(store, tokens)
@@ -83,5 +83,5 @@ def test_a_chunk_reads_the_past_from_its_pages() -> None:
     store = new_store(DiffKVConfig(alpha_low=0.0), 1, 1, HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"))
     _, past = attend(store, TOKENS, seed=0)
     taken, _ = attend(store, 64, seed=1)
-    # nothing is pruned, so that the past is large; its positions and scores are read, its keys and values not copied
+    # nothing is pruned, so the past is large; its positions and scores are read, its keys and values not copied
     assert taken < past

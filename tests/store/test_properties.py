@@ -1,4 +1,4 @@
-"""Random sequences of operations: no page is lost or owned twice, and a full pool leaves everything as it was."""
+"""Random sequences of operations: no page is lost or owned twice, and a full pool leaves everything unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THRESHOLDS = [(1.0, 0.5), (0.0, 0.0), (1e9, 0.0), (0.9, 0.9), (1.5, 1.0)]
 
 
 def snapshot(store: Store) -> dict[str, object]:
-    """Everything a user, or another request, could notice."""
+    """Everything that a user, or another request, could notice."""
     layers = [read_tokens(store, layer) for layer in range(store.num_layers)]
     return {
         "tokens": [(t.levels, t.keys, t.values, t.score) for t in layers],
@@ -100,7 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(2, 40), seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.3, 1.0]))
     def several(self, tokens: int, seed: int, share: float) -> None:
-        """A prompt or a further turn; `share` of its tokens are padding."""
+        """A prompt or a further turn; a `share` of its tokens is padding."""
         self.forward(tokens, seed, share)
 
     @precondition(lambda self: self.store.seen > 0)
@@ -134,13 +134,13 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.store.seen > 0)
     @rule(data=st.data())
     def select(self, data) -> None:
-        """Rows are repeated, dropped and reordered; every new row is what its source was."""
+        """Rows are repeated, dropped and reordered; every new row equals its source."""
         self.take(data.draw(st.lists(st.integers(0, self.store.batch_size - 1), min_size=1, max_size=5), label="index"))
 
     @precondition(lambda self: self.store.seen > 0)
     @rule(times=st.integers(2, 4))
     def repeat(self, times: int) -> None:
-        """Every row is repeated, as for beams: the selection that needs the most pages."""
+        """Every row is repeated, as for beams, which is the selection that needs the most pages."""
         self.take([row for row in range(min(self.store.batch_size, 6)) for _ in range(times)])
 
     def take(self, index: list[int]) -> None:
@@ -159,7 +159,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.store.seen > 0)
     @rule()
     def read(self) -> None:
-        """Reading changes nothing, and what is not stored reads as zero."""
+        """Reading changes nothing, and anything not stored reads as zero."""
         first = snapshot(self.store)
         assert_same(first, snapshot(self.store))
         for level, keys, values, score in first["tokens"]:
@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class LimitedStoreMachine(StoreMachine):
-    """A pool that is soon full. One layer, so that a refused prompt leaves no layer ahead of another."""
+    """A pool that is soon full. It has one layer, so that a refused prompt leaves no layer ahead of another."""
 
     layers = 1
     limits = (6, 12, 24, 48, 96)
@@ -197,9 +197,9 @@ def test_a_full_pool_leaves_everything_as_it_was() -> None:
 
 @pytest.mark.parametrize("max_pages", [48, 96])
 def test_what_a_full_pool_refuses(max_pages: int) -> None:
-    """Fills a pool by steps, then asks for a turn and for repeated rows: each is refused and changes nothing.
+    """Fills a pool by steps, then requests a turn and repeated rows: each is refused and changes nothing.
 
-    Which rules a random run draws depends on the modules that are loaded, so that it may refuse no selection.
+    The rules drawn in a random run depend on the loaded modules, so such a run may never refuse a selection.
     """
     machine = LimitedStoreMachine()
     machine.refused = {}
@@ -234,7 +234,7 @@ def test_selecting_rows_at_every_step() -> None:
 
 
 def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
-    """The second layer finds no room when the first has stored its tokens already."""
+    """The second layer finds no room after the first has already stored its tokens."""
     model = tiny_model("llama", "diffkv")
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.0, window=4)
     tokens = torch.randint(50, (1, 800))

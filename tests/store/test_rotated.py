@@ -1,4 +1,4 @@
-"""Rotated and centred keys and values against the dense simulation, which attends in the model's own channels."""
+"""Rotated and centred keys and values, against the dense simulation, which attends in the model's channels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RotatedPair(Pair):
             drawn = drawn + 2 * torch.sin(torch.arange(self.dim, dtype=torch.float64))
             drawn[..., 3] *= 4
         if self.dtype != torch.float64:
-            # multiples of 1/16: a rotation of them by powers of two is exact, in whatever order it is added up
+            # multiples of 1/16, so that rotating them by powers of two is exact in any order of summation
             drawn = (drawn * 16).round() / 16
         return drawn.to(self.dtype)
 
@@ -55,7 +55,7 @@ class RotatedPair(Pair):
 
 
 def noted_draws(pair: Pair) -> list[Tensor]:
-    """Queries, keys and values in turn, all that the pair is fed from now on."""
+    """Records queries, keys and values in turn: everything that the pair is given from now on."""
     drawn, draw = [], pair.draw
     pair.draw = lambda heads, tokens: drawn.append(draw(heads, tokens)) or drawn[-1]
     return drawn
@@ -116,7 +116,7 @@ def test_prompt_turn_and_steps_of_common_head_dims(dim: int) -> None:
 @pytest.mark.parametrize("steps", ["reference", "native"])
 @pytest.mark.sampled(4)
 def test_models_of_low_precision(steps: str, dtype: torch.dtype, fields: dict) -> None:
-    """Tokens come to the last bit: one rounding when they enter, and one more when their row is centred later."""
+    """Tokens match to the last bit: one rounding when they enter, and another when their row is centred later."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **fields, window=16), 3, heads=2, group=3, dim=16, dtype=dtype)
     if dtype == torch.bfloat16:
         # outputs of at most 16 are rounded before and after they are rotated back
@@ -127,7 +127,7 @@ def test_models_of_low_precision(steps: str, dtype: torch.dtype, fields: dict) -
             native = steps == "native" and library.library() is not None
             pair.simulation.rounds_rotated = not native
             if native and dtype == torch.bfloat16:
-                # integer products take 14 bits of queries and of weights
+                # integer products use 14 bits for queries and weights
                 pair.score_tolerance = 2**-11
             pair.follow(*[1] * 20)
             pair.simulation.rounds_rotated = True
@@ -150,7 +150,7 @@ def test_rows_reach_the_end_of_their_window_at_different_steps(first: int) -> No
 
 
 def test_a_row_stays_with_its_first_mean() -> None:
-    """Turns whose keys have another mean change neither the offset nor what is read."""
+    """Turns whose keys have a different mean change neither the offset nor what is read."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **BOTH, window=8), 2, heads=2, group=2, dim=16)
     pair.forward(6)
     assert not held_offset(pair).any()
@@ -161,7 +161,7 @@ def test_a_row_stays_with_its_first_mean() -> None:
     pair.draw = lambda heads, tokens: draw(heads, tokens) - 5
     pair.follow(30, 1, 1, 1)
     assert torch.equal(held_offset(pair)[0], before[0])
-    # the mean of all keys of the row so far
+    # the mean of all of the row's keys so far
     assert held_offset(pair)[1].abs().amax() > 1
 
 
@@ -217,7 +217,7 @@ def test_keys_and_values_of_different_dims() -> None:
             begin(each, tokens)
             outputs.append(attend(each, 0, states, Softmax(0.25)))
         assert outputs[0].shape == (1, 4, tokens, 24)
-        # 4 bits of values, of a range of about 5
+        # 4-bit values with a range of about 5
         torch.testing.assert_close(*outputs, rtol=0, atol=0.4)
     mine, theirs = read_tokens(store, 0), read_tokens(exact, 0)
     assert (mine.keys - theirs.keys).norm() / theirs.keys.norm() < 0.02
@@ -253,7 +253,7 @@ def test_chosen_repeated_and_forked_requests_keep_their_offsets() -> None:
 
 @pytest.mark.parametrize("forwards", [(1,) * 14, (12, 1), (3, 12)], ids=str)
 def test_hidden_tokens(forwards: tuple[int, ...]) -> None:
-    """A row of which nothing outside the window is left is centred anew when tokens leave it again."""
+    """A row with nothing left outside the window is centred anew when tokens leave it again."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **BOTH, window=8), 2, heads=2, group=2, dim=16)
     pair.forward(30)
     offsets = held_offset(pair)
@@ -268,7 +268,7 @@ def test_hidden_tokens(forwards: tuple[int, ...]) -> None:
 
 
 class RotatedSharedPair(RotatedPair, SharedPair):
-    """A layer that others read as well."""
+    """A layer that is also read by other layers."""
 
 
 @pytest.mark.parametrize("newest", [1, 5, 1000])
@@ -281,7 +281,7 @@ def test_layers_that_share_keys_and_values(newest: int) -> None:
 
 
 def test_tokens_taken_back() -> None:
-    """Attends to recorded tokens in the model's channels until they are stored. Rejected keys enter no mean."""
+    """Recorded tokens are attended to in the model's channels until they are stored. Rejected keys enter no mean."""
     pair = RotatedSharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, **BOTH))
     pair.forward(5, left_padding((5, 3, 1, 2)))
     settle(pair.store)
@@ -314,12 +314,12 @@ def test_memory_counts_offsets() -> None:
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
-    """Half-precision metadata hold up to 65504, and a rotated element may be sqrt(dim) times as large as it was."""
+    """Half-precision metadata holds up to 65504, and rotation may make an element sqrt(dim) times as large."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **BOTH, window=8), 1, heads=1, group=1, dim=16, dtype=torch.float32)
     pair.steps(steps)
     row = rotation(16)[0].float() * 4
     draw = pair.draw
-    # 4 * 5000 = 20000 in one channel once it is rotated
+    # 4 * 5000 = 20000 in one channel after rotation
     pair.draw = lambda heads, tokens: draw(heads, tokens) + 5000 * row
     with pytest.raises(ValueError, match="beyond 16376"):
         if steps:
@@ -349,7 +349,7 @@ def test_the_largest_keys_that_are_taken() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.sampled(3)
 def test_rotation_by_a_kernel(dim: int, dtype: torch.dtype) -> None:
-    """Rotates a tensor that is not contiguous, there and back, with and without an offset."""
+    """Rotates a non-contiguous tensor there and back, with and without an offset."""
     pytest.importorskip("triton")
     matrix = rotation_matrix(dim, torch.float32, torch.device("cpu"))
     tensor = torch.randn(2, 21, 3, dim, generator=torch.Generator().manual_seed(0)).to(dtype).transpose(1, 2)

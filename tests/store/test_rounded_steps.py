@@ -1,4 +1,4 @@
-"""Generated tokens rounded for a model's queries, against the dense simulation and against keys that are known."""
+"""Generated tokens rounded for a model's queries, against the dense simulation and known keys."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import fork_store, read_tokens, select_rows, settle
 from hf_diffkv.store.state import Store
 
-# the best instruction set that is here and the portable form
+# the best available instruction set, and the portable form
 BACKENDS = ["reference", pytest.param("kernels", marks=pytest.mark.slow), *SETS[:1], *SETS[1:][-1:]]
 
 
 def moments_of(layers: int, heads: int, dim: int) -> list[Tensor]:
-    """Returns moments of queries with correlated channels, different ones in every layer and head."""
+    """Returns moments of queries with correlated channels, different in every layer and head."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(layers, heads, dim, dim, generator=generator, dtype=torch.float64)
     query = mixed * torch.logspace(0.5, -0.5, dim, dtype=torch.float64)
@@ -41,13 +41,13 @@ def query_moments(layers: int, heads: int) -> QueryMoments:
 
 
 def backend(name: str) -> AbstractContextManager:
-    """Under which steps run; where kernels are to compact, which take long in the interpreter, the rest of a step is
-    the reference's."""
+    """The backend for steps; if kernels are to compact, which is slow in the interpreter, the reference runs the rest
+    of a step."""
     return use_backend("reference") if name in ("reference", "kernels") else use_instructions(name)
 
 
 def compact_by(name: str, store: Store) -> None:
-    """Runs the compaction that is due; under `backend`."""
+    """Runs the compaction that is due, within `backend`."""
     if name == "kernels":
         pytest.importorskip("triton")
     with use_backend("kernels") if name == "kernels" else nullcontext():
@@ -56,7 +56,7 @@ def compact_by(name: str, store: Store) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_the_simulation(case: str) -> None:
-    """A prompt, steps, a turn, more steps; the second layer of three."""
+    """Runs a prompt, steps, a turn and more steps, on the second layer of three."""
     fields = {"window": 8, "sinks": 2, "adaptive_rounding": True}
     config, options = DiffKVConfig(**fields, **CASES[case]), {"place": (1, 3), "moments": query_moments(3, 2)}
     pair = DirectedPair(config, 2, heads=2, group=2, dim=16, **options)
@@ -64,7 +64,7 @@ def test_steps_equal_the_simulation(case: str) -> None:
 
 
 class Steps:
-    """A store of layers that are fed keys one at a time; nothing of them is a prompt."""
+    """A store of layers that receive keys one at a time, without a prompt."""
 
     batch, heads, dim = 2, 2, 16
 
@@ -93,7 +93,7 @@ class Steps:
             compact_by(name, self.store)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [batch, heads, tokens, dim] as they came and as they are held, of tokens that left the window."""
+        """Keys [batch, heads, tokens, dim] as received and as held, for tokens that left the window."""
         count = len(self.keys[0]) - self.store.config.window
         held = read_tokens(self.store, layer).keys[:, :, :count]
         return torch.cat(self.keys[layer], dim=2)[:, :, :count].float(), held.float()
@@ -131,7 +131,7 @@ def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, 
             format_of = (precision.k_bits, precision.k_groups, narrow)
             expected = adapted_round_trip(key, factor @ factor.mT, *format_of, damping=0.0)
             near = torch.isclose(found, expected, rtol=1e-5, atol=1e-5).all(-1)
-            # float32 may decide otherwise next to a tie
+            # float32 may decide differently close to a tie
             assert near.float().mean() > 0.9, (layer, head, near)
             plain = round_trip(key, *format_of[:2], dtype, narrow)
             assert (expected != plain).any(-1).float().mean() > 0.5
@@ -139,7 +139,7 @@ def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
-    """Two levels in float32; the store is compared with the simulation in all but what is next to a tie."""
+    """Two levels in float32; the store matches the simulation except close to ties."""
     fields = {"window": 6, "sinks": 0, "adaptive_rounding": True, "alpha_high": 1.0, "alpha_low": 0.3}
     config = DiffKVConfig(K5V4, Precision(3, 2), **fields)
     pair = DirectedPair(config, 2, heads=2, group=2, dim=16, dtype=torch.float32, moments=query_moments(1, 2))
@@ -179,7 +179,7 @@ def rounded_keys(store: Store) -> Tensor:
 
 
 def test_forks_and_moved_rows_go_on_alike() -> None:
-    """Checks that rows, forks and their copies find the model's moments, which are no part of their rows."""
+    """Checks that rows, forks and their copies find the model's moments, which are not part of their rows."""
     steps = Steps(DiffKVConfig(**PLAIN, **STORES["two tiers"][0]), query_moments(3, 2))
     steps.feed(12)
     twin = fork_store(steps.store)
@@ -195,7 +195,7 @@ def test_forks_and_moved_rows_go_on_alike() -> None:
     steps.store = twin
     steps.feed(8)
     torch.testing.assert_close(moved[:, 1], rounded_keys(twin)[:, 1])
-    # the same request before, and another one's tokens since
+    # the request was the same before, but the tokens since then are another's
     assert torch.equal(moved[:, 0, :, :8], moved[:, 1, :, :8])
 
 
@@ -211,7 +211,7 @@ def test_a_rank_takes_the_factors_of_its_heads() -> None:
 
 def test_the_file_gives_the_moments_back(tmp_path: Path) -> None:
     exact = moments_of(2, 3, 16)
-    # one direction that nearly all queries have
+    # one direction that nearly all queries share
     exact[0][0] += 500 * torch.ones(16, 16)
     moments = QueryMoments.of("llama", "00ff", "11", exact)
     moments.save(tmp_path / "moments.safetensors")
@@ -227,7 +227,7 @@ def test_the_file_gives_the_moments_back(tmp_path: Path) -> None:
 
 
 def test_the_factor_is_that_of_the_damped_moment() -> None:
-    """Channel by channel, what those behind it add, solved anew."""
+    """Solves again, channel by channel, for what the later channels contribute."""
     (moment,) = moments_of(1, 1, 12)
     found = QueryMoments.of("llama", "00ff", "11", [moment]).feedback(1, 12, False, torch.device("cpu"))[0, 0].double()
     damped = moment[0] + 0.1 * moment[0].diagonal().mean() * torch.eye(12, dtype=torch.float64)

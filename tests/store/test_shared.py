@@ -1,4 +1,4 @@
-"""A layer that later layers read too, against the dense simulation: their query heads count as one group."""
+"""A layer that later layers also read, against the dense simulation: their query heads count as one group."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Drawn:
         return Drawn(parts[:-2], *parts[-2:], None if self.valid is None else self.valid[:, start:stop])
 
     def newest(self, count: int, tokens: int) -> list[Tensor]:
-        """The first layer's whole query, and of the others that of the newest `count` of the last `tokens`."""
+        """The first layer's whole query, and the others' for the newest `count` of the last `tokens` tokens."""
         first, *others = self.queries
         return [first, *(query[:, :, query.shape[2] - min(count, tokens) :] for query in others)]
 
 
 class SharedPair(Pair):
-    """A store of one layer, which `readers` further layers read, and its simulation."""
+    """A store with one layer, which `readers` further layers read, and its simulation."""
 
     readers = 2
 
@@ -62,13 +62,13 @@ class SharedPair(Pair):
         return Drawn(queries, self.draw(self.heads, tokens), self.draw(self.heads, tokens), valid)
 
     def forward(self, tokens: int, valid: Tensor | None = None, newest: int = 1000, mask: Tensor | None = None) -> None:
-        """Readers come with the queries of the `newest` tokens."""
+        """Runs a forward in which readers have the queries of the `newest` tokens."""
         new = self.draw_all(tokens, valid)
         self.attend(new, new.newest(newest, tokens), mask)
         self.simulate(new, new.newest(newest, tokens))
 
     def forward_recorded(self, tokens: int, rejected: int) -> None:
-        """A forward while the store records, of which the last `rejected` tokens are taken back."""
+        """Runs a forward while the store records; the last `rejected` tokens are taken back."""
         new = self.draw_all(tokens)
         self.attend(new, new.queries)
         commit_together([self.store], rejected, lambda store: None)
@@ -117,12 +117,12 @@ def test_prompt_steps_and_turns(newest: int, observed: int | None) -> None:
 
 @pytest.mark.parametrize("newest", [4, 1000])
 def test_tokens_taken_back(newest: int) -> None:
-    """Between two crops lies one forward of the tokens that remain, of which readers had the newest queries."""
+    """Between two crops is one forward of the remaining tokens, whose newest queries the readers had."""
     pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8))
     pair.forward(90, left_padding(LENGTHS))
     settle(pair.store)
     pair.store.recording = True
-    # the last: more rejected than readers had queries of
+    # the last: more tokens rejected than readers had queries for
     for forwards, rejected in (((6,), 2), ((4,), 3), ((1,), 0), ((5, 3), 1), ((1, 1, 1), 2), ((3, 6), 1), ((9,), 5)):
         drawn = pair.draw_all(sum(forwards))
         start = 0
@@ -132,7 +132,7 @@ def test_tokens_taken_back(newest: int) -> None:
             start += tokens
         commit_together([pair.store], rejected, lambda store: None)
         kept = drawn.part(0, start - rejected)
-        # readers' queries count from their last gap on
+        # readers' queries count from their last gap
         there = 0
         for tokens in forwards:
             there = there + tokens if tokens <= newest else newest

@@ -1,4 +1,4 @@
-"""Sinks: the first tokens of a request stay exact, whatever else happens to it."""
+"""Sinks: a request's first tokens stay exact, whatever else happens to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exact(pair: Pair) -> Tensor:
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, 11])
 def test_slots_are_those_of_a_window_filled_by_hand(sinks: int) -> None:
-    """Tokens are put in one by one; a dictionary says what stands where."""
+    """Tokens are put in one by one; a dictionary records where each one is."""
     slots, window = sinks + 5, 4
     end = torch.tensor([sinks]) if sinks else None
     held: dict[int, int] = {}
@@ -52,7 +52,7 @@ def test_slots_are_those_of_a_window_filled_by_hand(sinks: int) -> None:
 @pytest.mark.parametrize("sinks", [1, 4, 13])
 @pytest.mark.sampled(6)
 def test_every_step_equals_the_simulation(backend: str, sinks: int) -> None:
-    """A ragged batch, rows shorter than the sinks among it; prompt, steps, a turn with padding, steps."""
+    """A ragged batch, including rows shorter than the sinks; prompt, steps, a turn with padding, steps."""
     dtype = torch.float64 if backend == "reference" else torch.float32
     config = DiffKVConfig(**MIXED, window=8, sinks=sinks)
     pair = Pair(config, 3, heads=2, group=2, dim=16, dtype=dtype)
@@ -68,7 +68,7 @@ def test_every_step_equals_the_simulation(backend: str, sinks: int) -> None:
 
 @pytest.mark.parametrize("chunks", [(1,) * 40, (2, 1, 3, 1, 1, 20, 12), (3, 37), (40,)], ids=str)
 def test_nothing_is_left_but_sinks_and_window(chunks: tuple[int, ...]) -> None:
-    """Everything else is pruned, and what is left is bit for bit what was fed."""
+    """Everything else is pruned, and what is left equals the input bit for bit."""
     config = DiffKVConfig.paper(alpha_high=1e6, alpha_low=1e6, window=5, sinks=4)
     pair = Pair(config, 2, heads=2, group=2, dim=16)
     fed = noted_draws(pair)
@@ -83,7 +83,7 @@ def test_nothing_is_left_but_sinks_and_window(chunks: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.sampled(6)
 def test_policies_beside_sinks(case: str) -> None:
-    """Budgets and shares are of what is neither in the window nor a sink."""
+    """Budgets and shares apply to tokens that are neither in the window nor sinks."""
     policy, options, rule = CASES[case]
     config = DiffKVConfig(policy=policy, policy_options=options, window=6, sinks=5, page_bytes=512)
     pair = Pair(config, 2, heads=2, group=2, dim=16, place=PLACE, rule=rule)
@@ -95,7 +95,7 @@ def test_policies_beside_sinks(case: str) -> None:
 @pytest.mark.parametrize("shown", ["some", "the last", "no sink", "all but a sink"])
 @pytest.mark.sampled(6)
 def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
-    """Sinks that are left stay; where nothing outside is left, the first tokens are sinks again."""
+    """Remaining sinks stay; if nothing outside is left, the first tokens are sinks again."""
     config = DiffKVConfig(**MIXED, window=8, sinks=sinks)
     pair = RotatedPair(config, 3, heads=2, group=2, dim=16)
     pair.forward(tokens, left_padding((tokens, tokens - 3, 4)))
@@ -164,7 +164,7 @@ def test_a_budget_never_takes_sinks() -> None:
 def test_memory_counts_sinks() -> None:
     shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
     none, four = (new_store(DiffKVConfig(alpha_high=1.0, sinks=sinks), *shape) for sinks in (0, 4))
-    # keys, values and a sum of each
+    # keys, values and a sum for each
     assert four.bytes - none.bytes == 2 * 3 * 2 * 4 * (2 * 16 * 2 + 4)
 
 
@@ -188,7 +188,7 @@ def generate(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, mask: Tens
 
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_saved_caches(sinks: int, tmp_path: Path) -> None:
-    """Also one as it was saved before there were sinks, without a word of them."""
+    """This includes a cache saved before sinks existed, with no mention of them."""
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, mask = ragged_prompts((30, 3))
     cache = DiffKVCache(model.config, DiffKVConfig(**MIXED, window=8, sinks=sinks))
@@ -204,7 +204,7 @@ def test_saved_caches(sinks: int, tmp_path: Path) -> None:
 
 
 def test_beams_of_a_padded_batch() -> None:
-    """Everything is exact at every level, so the text is that of the dense cache."""
+    """Everything is exact at every level, so the text equals the dense cache's."""
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, mask = ragged_prompts((20, 3, 1))
     expected = generate(model, DynamicCache(config=model.config), ids, mask, 24, num_beams=3)

@@ -1,4 +1,4 @@
-"""Prompts of stores that choose by thresholds: kernels that read nothing, against the dense simulation."""
+"""Prompts of stores that choose by thresholds: kernels without host reads, against the dense simulation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 448}
 
 
 def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
-    """Levels tokens at once, by kernels or by their reference, while all else runs as on a CPU.
+    """Levels tokens in one go, by kernels or their reference, while everything else runs as on a CPU.
 
     Returns:
-        Layers that were levelled in the other way, in a list that grows as that happens.
+        Layers that were levelled the other way, in a list that grows as this happens.
     """
     monkeypatch.setattr(Store, "stores_by_kernel", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
@@ -40,12 +40,12 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
 
 
 def run(pair: Pair) -> None:
-    """Padded prompts that stay in their windows and leave them, turns over what is stored, and steps."""
+    """Runs padded prompts that stay in their windows and leave them, turns over what is stored, and steps."""
     with use_backend("reference"):
         pair.follow(7, valid=left_padding((7, 3)))
         pair.follow(60, valid=torch.tensor([[True] * 60, [False] * 24 + [True] * 36]))
         before = (pair.store.high_count.clone(), pair.store.low_count.clone())
-        # what was stored receives little of so many queries
+        # stored tokens receive little from so many queries
         pair.follow(1, 1, 80)
         assert (pair.store.high_count + pair.store.low_count < before[0] + before[1] + 80).all()
         pair.follow(5, 1, 1, 1)
@@ -101,7 +101,7 @@ def draw(tokens: int) -> list[torch.Tensor]:
 
 
 def test_few_looks_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward looks at the free list when what is surely free may not do, and pages are not made for the worst of
+    """A forward reads the free list if pages known to be free may not suffice; pages are not made for the worst case of
     all layers at once."""
     others = relevel_at_once(monkeypatch, "reference")
     looks, free = [], FreeList.free
@@ -160,7 +160,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
 @pytest.mark.sampled(100)
 def test_launches_and_reads(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a layer launches at most 12 kernels after attention, and reads the device only to look at counts."""
-    # what growing the pool takes is no part of a layer
+    # launches for growing the pool do not belong to a layer
     for layer, after, reads in turns_of_layers(make_store(2, **fields), 16, monkeypatch, free=60):
         assert "level_new_kernel" in after
         assert reads == (FIRST_READS if layer == 0 else [])

@@ -1,4 +1,4 @@
-"""Prompts of stores that keep every token: kernels that read nothing, against the dense simulation."""
+"""Prompts of stores that keep every token: kernels without host reads, against the dense simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_diffkv.store import Store, begin_forward, check_integrity
 
 K5V3 = Precision(5, 3)
 FEW_BITS = {"high": Precision(4, 3, 2, 1), "low": Precision(4, 3, 2, 1), "sinks": 2}
-# the first head at the low precision, the second at the high one, and the other way round
+# the first head at the low precision and the second at the high one, and the other way round
 PER_HEAD = {"high": K5V3, "low": Precision(3, 2), "alpha_high": ((float("inf"), 0.0),)}
 K8V4_FIRST = {"high": Precision(8, 4), "low": Precision(4, 3, 2, 1), "alpha_high": ((0.0, float("inf")),)}
 
@@ -29,7 +29,7 @@ def uniform(precision: Precision, **fields) -> DiffKVConfig:
 
 
 def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Stores tokens at once, by kernels or by their reference, while all else runs as on a CPU."""
+    """Stores tokens in one go, by kernels or their reference, while everything else runs as on a CPU."""
     monkeypatch.setattr(Store, "stores_by_kernel", property(lambda store: not store.layout.selects))
     if how == "reference":
         monkeypatch.setattr("hf_diffkv.ops.store_prompt.launch.store_prompt", uniform_oracle.store_prompt)
@@ -55,9 +55,9 @@ def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
 )
 @pytest.mark.sampled(10)
 def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded prompts that stay in their windows and leave them, with what stood there before, and pages that fill."""
+    """Padded prompts that stay in their windows and leave them, with earlier content, and pages that fill up."""
     enter_at_once(monkeypatch, how)
-    # a rotation of so many channels is by powers of two, and exact
+    # a rotation of this many channels is by powers of two, and exact
     pair = RotatedPair(uniform(Precision(8, 8), **{"window": 8, "page_bytes": 3200, **fields}), 2, 2, 2, 64, dtype)
     if dtype != torch.float32:
         # outputs of at most 16 are rounded before and after they are rotated back
@@ -77,10 +77,10 @@ def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, mon
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.sampled(3)
 def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded token may be anything."""
+    """A padded token may contain anything."""
     enter_at_once(monkeypatch, how)
     pair = RotatedPair(uniform(K5V3, window=8), 1, 1, 1, 32, torch.float32)
-    # all channels of one sign that the rotation brings together make sqrt(32) times as much in one
+    # channels with the rotation's signs add up to sqrt(32) times as much in one channel
     bad = {"nan": float("nan"), "infinite": float("inf"), "rotated": 8000 * rotation(32)[0].sign()}[wrong]
     store, valid = pair.store, torch.ones(1, 30, dtype=torch.bool)
     for place, shown in ((0, False), (20, True)):
@@ -105,7 +105,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_infinite_elements_that_stay_unquantised_are_refused(side: str, dtype: torch.dtype) -> None:
-    """The square of the limit is infinite too where nothing is quantised."""
+    """The square of the limit is also infinite if nothing is quantised."""
     pair = RotatedPair(uniform(Precision(16, 16), center=False, window=4), 1, 1, 1, 16, dtype)
     states = {"key": pair.draw(1, 9), "value": pair.draw(1, 9)}
     states[side][:, :, 3, 2] = float("inf")
@@ -119,15 +119,15 @@ def test_infinite_elements_that_stay_unquantised_are_refused(side: str, dtype: t
 @pytest.mark.parametrize("name", ["balanced", "quality"])
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a layer launches few kernels after attention, and only the first one reads the device.
+    """Checks that a layer launches few kernels after attention, and that only the first one reads the device.
 
-    Keys rounded for queries take eight launches more. Three of them choose codes, which saves a fifth of a prompt's
+    Rounding keys for queries takes eight more launches. Three of them choose codes, which saves a fifth of a prompt's
     time (docs/notes/gpu-runs.md).
     """
     store = new_store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32)
     with monkeypatch.context() as patches:
         found = launches_of_turns(store, patches)
-    # a prompt in the window, one that leaves it and is centred, and a turn over what is stored (docs/kernels.md)
+    # a prompt in the window, one that leaves it and is centred, and a turn over stored tokens (docs/kernels.md)
     rounded = 8 * (name == "balanced")
     assert [len(after) for after in found] == [3 + rounded, 7 + rounded, 5 + rounded], found
     if name == "balanced":
@@ -140,7 +140,7 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launches_of_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Returns the launches of the second layer of two requests after attention, for a prompt and two turns."""
+    """Returns the second layer's launches after attention, for a prompt and two turns of two requests."""
     found = []
     for layer, after, reads in turns_of_layers(store, 32, monkeypatch):
         assert "store_new_kernel" in after

@@ -1,4 +1,4 @@
-"""Configurations that never choose between tokens hold neither sums nor positions; everything else is as ever."""
+"""Configurations that never choose between tokens hold neither sums nor positions; everything else is as usual."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ BACKENDS = [
 
 @pytest.mark.parametrize("backend, dtype, fields", BACKENDS, ids=str)
 def test_every_step_equals_the_simulation(backend: str, dtype: torch.dtype, fields: dict) -> None:
-    """A ragged prompt, steps, hidden tokens, chosen requests and a padded turn; nothing is written to sums."""
+    """A ragged prompt, steps, hidden tokens, selected requests and a padded turn; nothing is written to sums."""
     if backend == "native" and library.library() is None:
         pytest.skip("the native code was not built")
     if backend == "kernels":
@@ -101,7 +101,7 @@ def test_every_step_equals_the_simulation(backend: str, dtype: torch.dtype, fiel
         for step in range(2 if few else 20):
             pair.forward(1, torch.tensor([[True], [step % 4 > 0], [True]])[: len(lengths)])
             pair.compare()
-        # holes within the first page and across pages, at the end, and all of a row
+        # holes within the first page and across pages, at the end, and spanning a whole row
         shown = pair.store.padding.mask().clone()
         shown[0, [5, 9, 10, 13]] = False
         shown[1, -8:] = False
@@ -121,7 +121,7 @@ def test_every_step_equals_the_simulation(backend: str, dtype: torch.dtype, fiel
 
 
 def test_holes_longer_than_what_is_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that move by less than a part of them stand where others of the part go."""
+    """Tokens that move by less than one part are where other tokens of that part go."""
     monkeypatch.setattr(rewrite, "MOVE_TOKENS", 7)
     pair = Pair(DiffKVConfig.paper(**UNIFORM, window=1, page_bytes=320), 2, heads=2, group=1, dim=16)
     pair.forward(60, left_padding((60, 45)))

@@ -1,4 +1,4 @@
-"""Launches for a device that need not be there."""
+"""Launches for a device that need not be present."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_diffkv.ops import backend
 
 @contextmanager
 def assume_device(device: backend.Device) -> Iterator[None]:
-    """Launchers take every tensor for one on `device` within the block; for launches that are not run there."""
+    """Makes launchers treat every tensor as being on `device` within the block; for launches that are not executed."""
     previous, backend._assumed = backend._assumed, device
     try:
         yield

@@ -1,10 +1,10 @@
-"""Tables of what compiled kernels need, several Triton releases side by side.
+"""Tables of compiled kernels' resources, with several Triton releases side by side.
 
-    python -m tools.kernels.report --json > FILE        once with each release
+    python -m tools.kernels.report --json > FILE        once per release
     python tools/kernels/compile_table.py FILE... > benchmarks/results/compile_kernels.md
     python tools/kernels/compile_table.py --summary FILE...
 
-The summary has one line per kernel and target, with the most that any variant needs.
+The summary has one line per kernel and target, with the maximum over all variants.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rows = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
 def read(files: Sequence[Path]) -> tuple[list[str], Rows]:
-    """Releases in order, and of every (kernel, target) what it needs by release."""
+    """Releases in order and, for each (kernel, target), the resources it needs by release."""
     rows: Rows = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -74,7 +74,7 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Sorts numbers in a text by their value."""
+    """A sort key that orders numbers within a text by value."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", text)]
 
 

@@ -1,11 +1,11 @@
-"""Models how fast the compiled decode loops would run on a GPU, from the machine code and one multiprocessor.
+"""Models the speed of the compiled decode loops on a GPU, from their machine code and one multiprocessor.
 
     python -m tools.kernels.model_decode
     python -m tools.kernels.model_decode --match 'K5V4.*d128-g4' --target sm_80 --markdown
 
-Every variant of `attend_kernel` is compiled ahead of time, and each of its loops over pages runs in `scoreboard.py` on
-the control codes of its machine code. A batch of rows of equal length, all at one level, then takes waves of programs,
-each of which first reads three things one after the other and executes what stands before and after the loops.
+Every variant of `attend_kernel` is compiled ahead of time, and each of its loops over pages runs in `scoreboard.py`,
+driven by the control codes of its machine code. A batch of rows of equal length, all at one level, then takes several
+waves of programs. Each program makes three dependent reads first, and executes the code before and after the loops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.kernels import scoreboard
 from tools.kernels.variant import KernelVariant
 
 ROWS, TOKENS = 256, 8192
-# the presets, and what the papers run
+# the presets, and the precisions used in the papers
 DEFAULT = r"^decode_attend-(\w+_unscored|K8V4-K4V2|K8V8)-d128-g4-"
 
 
@@ -37,13 +37,13 @@ class Loop:
         registers: registers of the kernel, per thread.
         spills: number of load and store instructions of the kernel that spill registers.
         shared: bytes of shared memory per program.
-        warps: number of warps that a multiprocessor holds at once.
-        depth: number of blocks whose rows fit in shared memory at once.
+        warps: number of warps resident on a multiprocessor.
+        depth: number of blocks whose rows fit in shared memory together.
         per_element: instructions per dequantised element.
-        port: cycles per block on the port to shared memory, which all warps share.
+        port: cycles per block on the shared-memory port, which all warps share.
         cycles: cycles per block with all warps running.
         loop_share: share of the peak memory bandwidth while the loop runs.
-        share: share of the peak memory bandwidth over `ROWS` rows of `TOKENS` tokens, with the start of programs and
+        share: share of the peak memory bandwidth over `ROWS` rows of `TOKENS` tokens, including program start-up and
             the idle part of the last wave.
     """
 

@@ -1,4 +1,4 @@
-"""Records the launches of a launcher instead of running them, for a device that need not be there."""
+"""Records launches instead of running them, for a device that need not be present."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tools.kernels.variant import TARGETS, KernelVariant
 
 
 def record(launch: Callable[..., object], *arguments: object, targets: Sequence[str] = TARGETS) -> list[KernelVariant]:
-    """Returns the variants that `launch(*arguments)` compiles, in the order of its launches and named by kernel.
+    """Returns the variants that `launch(*arguments)` compiles, in launch order and named by kernel.
 
     Args:
-        launch: launcher to record. Its tensors may lie anywhere, and those that kernels would fill stay as they are.
+        launch: launcher to record. Its tensors may be on any device, and those that kernels would fill are unchanged.
         targets: targets that must all compile the same variants.
 
     Raises:
-        ValueError: it does not compile the same for all `targets`.
+        ValueError: the variants differ between `targets`.
     """
     found = []
     for target in targets:
@@ -40,7 +40,7 @@ def record(launch: Callable[..., object], *arguments: object, targets: Sequence[
 
 @contextmanager
 def _noted_launches() -> Iterator[list[KernelVariant]]:
-    """Appends every launch within the block to the list instead of running it."""
+    """Appends every launch within the block to a list instead of running it."""
     found: list[KernelVariant] = []
 
     def note(kernel: Any, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
@@ -58,7 +58,7 @@ def _noted_launches() -> Iterator[list[KernelVariant]]:
 
 
 def _variant(kernel: Any, arguments: tuple[object, ...], options: dict[str, Any]) -> KernelVariant:
-    """A launch with its arguments as Triton would specialise them, addresses and multiples of 16 apart."""
+    """A launch with its arguments as Triton would specialise them, except addresses and multiples of 16."""
     names = kernel.arg_names
     named = {name: options.pop(name) for name in names if name in options}
     given = inspect.signature(kernel.fn).bind(*arguments, **named).arguments

@@ -1,8 +1,7 @@
 """Compiles every kernel ahead of time, without a GPU, and reports what each needs: `python -m tools.kernels.report`.
 
-Registers, stack and spills are read from the binary that Triton made, not from a second run of the assembler, whose
-options would differ. The exit code is 1 if a kernel does not compile, spills registers or takes more shared memory than
-a device of its target has.
+Registers, stack and spills are read from Triton's own binary, since a second assembler run would use other options. The
+exit code is 1 if a kernel does not compile, spills registers or needs more shared memory than its target has.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ QUICK = (
     r"|(sum_keys|fix_offsets|rotate)-K8V4_unscored-d128|(take_pages|advance)-K8V4_unscored-d64"
     r"|(decide|count|list|demote|close|level_window|level_new|advance)-K8V4-K4V2-d128)"
 )
-# bytes of shared memory that a program may take: sm_80 code also runs on sm_86 and sm_89, which have the least
+# bytes of shared memory available to a program: sm_80 code also runs on sm_86 and sm_89, which have the least
 SHARED_LIMITS = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 OPS = tuple(sorted(path.stem for path in (Path(__file__).parent / "variants").glob("*.py")))
-# triton compiles with fused multiply-add by default; said aloud, as newer versions warn where it is left open
+# triton's default; set explicitly because newer versions warn if it is left open
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
@@ -54,9 +53,9 @@ class KernelResources:
         spills: bytes of spill loads and stores in the code (AMD: spilled vector registers).
         stack, shared: bytes per thread and per program.
         instructions: number of instructions of the whole kernel; 0 on AMD.
-        per_element: instructions per dequantised element in the loop of the high and, where there is one, of the low
-            tier; empty for kernels that do not dequantise in a loop, and on AMD.
-        error: why it did not compile; empty if it did.
+        per_element: instructions per dequantised element in the loop of the high tier and, if there is one, the low
+            tier; empty on AMD and for kernels that do not dequantise in a loop.
+        error: reason why it did not compile; empty if it did.
     """
 
     name: str
@@ -83,7 +82,7 @@ def collect_variants(ops: Iterable[str] = OPS) -> list[KernelVariant]:
 
 
 def compile_variant(variant: KernelVariant, target: str) -> Any:
-    """Triton's compiled kernel (`asm`, `metadata`) of `variant` for `target`, for example `sm_90` or `gfx942`."""
+    """Triton's compiled kernel (`asm`, `metadata`) of `variant` for `target`, such as `sm_90` or `gfx942`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -107,7 +106,7 @@ def measure(variant: KernelVariant, target: str) -> KernelResources:
     try:
         compiled = compile_variant(variant, target)
         found = _nvidia(compiled, variant) if target.startswith("sm_") else _amd(compiled)
-    except Exception as error:  # any stage of the compiler may fail, each with its own type
+    except Exception as error:  # any stage of the compiler may fail, each with its own exception type
         lines = str(error).strip().splitlines() or [""]
         return KernelResources(variant.name, target, error=f"{type(error).__name__}: {lines[-1]}")
     return KernelResources(variant.name, target, shared=compiled.metadata.shared, **found)
@@ -163,7 +162,7 @@ def _access_bytes(op: str) -> int:
 
 
 def disassembly(text: str) -> list[tuple[int, str, int | None]]:
-    """Address, opcode and, for branches to a label, the address branched to, of every instruction of `nvdisasm -c`."""
+    """Address, opcode and, for branches to a label, target address of every instruction of `nvdisasm -c`."""
     labels: dict[str, int] = {}
     waiting: list[str] = []
     found: list[tuple[int, str, str | None]] = []
@@ -180,9 +179,9 @@ def disassembly(text: str) -> list[tuple[int, str, int | None]]:
 
 
 def _per_element(code: Sequence[tuple[int, str, int | None]], variant: KernelVariant) -> tuple[float, ...]:
-    """Instructions per key and value element of the high and the low tier's loop of a decode kernel.
+    """Instructions per key and value element in the high and low tier's loops of a decode kernel.
 
-    These are its first two innermost loops with matrix instructions; one iteration takes BLOCK tokens of a tier.
+    These are its first two innermost loops with matrix instructions; one iteration handles BLOCK tokens of a tier.
     """
     constants = variant.constexprs
     if not {"HIGH", "LOW", "BLOCK", "MODE"} <= set(constants):
@@ -200,7 +199,7 @@ def _per_element(code: Sequence[tuple[int, str, int | None]], variant: KernelVar
 
 
 def measure_all(jobs: Sequence[tuple[str, str]], processes: int) -> Iterator[KernelResources]:
-    """Resources of (variant name, target) pairs, in order; variants that compile to the same are compiled once."""
+    """Resources of (variant name, target) pairs, in order; variants with identical code are compiled once."""
     variants = _variants_by_name()
     keys = [_identity(variants[name], target) for name, target in jobs]
     first: dict[str, tuple[str, str]] = {}
@@ -210,7 +209,7 @@ def measure_all(jobs: Sequence[tuple[str, str]], processes: int) -> Iterator[Ker
     with ExitStack() as running:
         measured: Iterator[KernelResources] = map(_measure_named, first.values())
         if processes > 1:
-            # fresh processes: a compiler that was forked halfway may hang
+            # fresh processes, because a compiler forked midway may hang
             pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
             measured = running.enter_context(pool).map(_measure_named, first.values())
         for (name, _), key in zip(jobs, keys):
@@ -229,7 +228,7 @@ def _variants_by_name() -> dict[str, KernelVariant]:
 
 
 def _identity(variant: KernelVariant, target: str) -> str:
-    """Returns a key that two variants share if the compiler would not tell them apart."""
+    """Returns a key that two variants share if the compiler cannot tell them apart."""
     parts = (
         variant.kernel.fn.__qualname__,
         sorted(variant.signature.items()),
@@ -284,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not jobs:
         parser.error("no kernel variant fits --match and --targets.")
     results = []
-    # no bar where nobody looks
+    # no progress bar without a terminal
     for result in tqdm(measure_all(jobs, options.processes), total=len(jobs), unit=" kernels", disable=None):
         results.append(result)
         if options.json:

@@ -1,4 +1,4 @@
-"""Rows made of given tensors, for whoever runs an op without a store: compile report, benchmarks, tests."""
+"""Rows made from given tensors, for running an op without a store: compile report, benchmarks, tests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from hf_diffkv.pages import FreeList, LayerRows, PageLayout
 
 
 def given_rows(layout: PageLayout, window_key: Tensor, window_value: Tensor, **given: Any) -> LayerRows:
-    """A `LayerRows` with windows [batch, heads, slots, dim]; all that is not given is zero.
+    """A `LayerRows` with windows [batch, heads, slots, dim]; everything not given is zero.
 
     Args:
-        given: fields of `LayerRows`; in place of `pool` there may be `pages`, uint8 [pages, page_bytes], none of them
-            free.
+        given: fields of `LayerRows`; instead of `pool`, `pages` may be given, uint8 [pages, page_bytes] with none free.
     """
     batch, heads, slots = window_key.shape[:3]
     device = window_key.device

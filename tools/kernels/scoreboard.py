@@ -1,11 +1,11 @@
-"""A multiprocessor that runs one loop of a compiled kernel for ever: what its warps wait for, from their control codes.
+"""Simulates a multiprocessor that runs one loop of a compiled kernel for ever, from its warps' control codes.
 
-Every NVIDIA instruction since Volta carries how many cycles its warp stalls after it, which of six scoreboards it sets
-when its operands are read or its result is there, and which of them it waits for. The model issues at most one
-instruction per scheduler and cycle, keeps the pipes, the port to shared memory and a queue to memory busy, and
-completes asynchronous copies after a latency. It knows no bank conflicts but of reads of single words, no cache misses
-of instructions and no contention between multiprocessors but an equal share of bandwidth, so it is optimistic: with
-K5V4 it predicts 82 % of peak bandwidth where an H200 reached 57 %.
+Every NVIDIA instruction since Volta encodes how many cycles its warp stalls after it, which of six scoreboards it sets
+when its operands are read or its result is ready, and which it waits for. The model issues at most one instruction per
+scheduler and cycle, keeps the pipes, the shared-memory port and a queue to memory busy, and completes asynchronous
+copies after a latency. It models bank conflicts only for single-word reads, no instruction cache misses, and contention
+between multiprocessors only as an equal share of bandwidth. It is therefore optimistic: with K5V4 it predicts 82 % of
+peak bandwidth where an H200 reached 57 %.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hf_diffkv.ops.decode_attention.splits import warps_at_once
 
 WARM_UP, MEASURED = 8, 25
 SCHEDULERS = 4
-# operations that may wait before the port to shared memory, in its cycles
+# operations that may queue for the shared-memory port, in its cycles
 PORT_QUEUE = 16
-# cycles until the registers an access takes are read
+# cycles until an access has read its registers
 READ_CYCLES = 14
-# instructions per cycle and scheduler are 1 / these, by pipe; 32 lanes over what a quarter of a multiprocessor has
+# an instruction occupies a scheduler for this many cycles, by pipe; 32 lanes over a quarter multiprocessor's units
 PIPE_CYCLES = {"matrix": 8, "special": 8, "float": 1, "other": 1}
 PIPE_CYCLES |= dict.fromkeys(("integer", "multiply", "access", "uniform"), 2)
 LATENCIES = {"HMMA": 33, "IMMA": 33, "LDSM": 33, "LDS": 30, "SHFL": 24, "MUFU": 22, "F2F": 22, "I2F": 22}
@@ -43,11 +43,11 @@ class Processor:
 
     Attributes:
         count: multiprocessors of the device.
-        peak: bytes per cycle that memory gives each of them, by the data sheet.
-        reached: share of it that long reads reach at best.
-        registers, warps, programs: number that the multiprocessor holds at once.
+        peak: bytes per cycle of memory bandwidth for each of them, from the data sheet.
+        reached: share of the peak that long reads reach at best.
+        registers, warps, programs: number that fit on the multiprocessor at once.
         shared: bytes of shared memory.
-        latency, cache_latency: cycles of a read from memory under load, and from the second-level cache.
+        latency, cache_latency: cycles of a read from memory under load, and from the L2 cache.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Processor:
     cache_latency: int = 280
 
     def resident(self, registers: int, shared: int, num_warps: int) -> int:
-        """Programs that run on it at once, each of so many registers per thread and bytes of shared memory."""
+        """Number of programs that run on it at once, given registers per thread and bytes of shared memory for each."""
         by_registers = warps_at_once(registers, self.registers) // num_warps
-        # shared memory is given out in units of 128, and 1 KiB is the system's
+        # shared memory is allocated in units of 128 bytes, and the system reserves 1 KiB
         by_shared = self.shared // (-(-shared // 128) * 128 + 1024)
         return min(by_registers, by_shared, self.warps // num_warps, self.programs)
 
@@ -82,10 +82,10 @@ class Instruction:
     """An instruction and its control code.
 
     Attributes:
-        stall: cycles before the warp's next one.
-        written, read: scoreboard released when its result is there, and when its operands were read; 7 for none.
-        waits: bit mask of scoreboards it waits for.
-        pending: number of groups of copies that may still be under way after a DEPBAR; None for other instructions.
+        stall: cycles before the warp's next instruction.
+        written, read: scoreboard released when its result is ready, and when its operands have been read; 7 for none.
+        waits: bit mask of the scoreboards it waits for.
+        pending: number of copy groups that may still be in flight after a DEPBAR; None for other instructions.
     """
 
     address: int
@@ -107,12 +107,12 @@ class Instruction:
 
     @property
     def port_cycles(self) -> int:
-        """Cycles on the port to shared memory, at 128 bytes a cycle."""
+        """Cycles on the shared-memory port, at 128 bytes a cycle."""
         if self.name == "LDSM":
             return 4 if ".4" in self.op else 2 if ".2" in self.op else 1
         if self.op == "LDS":
-            # words of every fourth row, of 32 bytes or a multiple: what the decode loops read of values is in the same
-            # banks
+            # decode loops read words of values from every fourth row; rows are multiples of 32 bytes, so these words
+            # share banks
             return 4
         if self.name in ("LDS", "STS", "LDGSTS"):
             return 4 if ".128" in self.op else 2 if ".64" in self.op else 1
@@ -120,7 +120,7 @@ class Instruction:
 
 
 def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions and labels of `nvdisasm -c -hex`."""
+    """Parses the instructions and labels of `nvdisasm -c -hex`."""
     labels: dict[str, int] = {}
     waiting: list[str] = []
     found: list[Instruction] = []
@@ -139,7 +139,7 @@ def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def _instruction(address: int, op: str, operands: str, word: int) -> Instruction:
-    """`word`: the upper half of the encoding, with the control code in its bits 41 to 57."""
+    """Parses an instruction; `word` is the upper half of the encoding, with the control code in bits 41 to 57."""
     code = word >> 41
     jump = re.search(r"`\((\.L_\w+)\)", operands) if op.startswith("BRA") else None
     groups = re.search(r"SB0, 0x([0-9a-f]+)", operands) if op.startswith("DEPBAR.LE") else None
@@ -164,14 +164,14 @@ def inner_loops(code: Sequence[Instruction], labels: dict[str, int]) -> list[lis
 
 
 def buffer_depth(body: Sequence[Instruction]) -> int:
-    """Rounds of a loop whose copies have room at once: 1 where a round waits for all that was asked for; 0 for none."""
+    """Rounds whose copies a loop can buffer at once: 1 if a round waits for all it requested; 0 without copies."""
     commits = sum(each.name == "LDGDEPBAR" for each in body)
     waits = [each.pending for each in body if each.pending is not None]
     return 1 + min(waits) // commits if commits and waits else 0
 
 
 def port_cycles(body: Sequence[Instruction]) -> int:
-    """Returns the cycles that one round of a warp takes on the multiprocessor's port to shared memory."""
+    """Returns the cycles that one round of a warp spends on the multiprocessor's shared-memory port."""
     return sum(each.port_cycles for each in body)
 
 
@@ -187,11 +187,11 @@ class _Warp:
 
 
 def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: float, processor: Processor) -> float:
-    """Cycles of one round of a loop where so many warps run it on a multiprocessor.
+    """Cycles per round of a loop when this number of warps runs it on a multiprocessor.
 
     Args:
-        bytes_per_round: bytes that a warp copies from memory in a round. Each asynchronous copy brings a part in
-            proportion to its width.
+        bytes_per_round: bytes that a warp copies from memory in a round, divided among the asynchronous copies in
+            proportion to their width.
     """
     width = {each.address: each.port_cycles for each in body if each.name == "LDGSTS"}
     unit = bytes_per_round / max(sum(width.values()), 1) / (processor.peak * processor.reached)
@@ -222,7 +222,7 @@ def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: f
                     memory = max(memory, now) + unit * width[each.address]
                     warp.arriving = max(warp.arriving, memory + processor.latency)
                 elif each.name == "LDG":
-                    # numbers of two bytes are metadata, too narrow to copy; others are page numbers
+                    # two-byte numbers are metadata, too narrow to copy; others are page numbers
                     done = now + (processor.latency if ".U16" in each.op else processor.cache_latency)
                 elif each.name == "LDGDEPBAR":
                     warp.groups = [group for group in warp.groups if group > now] + [warp.arriving]
@@ -251,7 +251,7 @@ def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: f
 
 
 def _ready(warp: _Warp, each: Instruction) -> int:
-    """When a warp may issue its next instruction, as far as it is up to the warp."""
+    """Returns when a warp may issue its next instruction, as far as the warp itself allows."""
     earliest = warp.ready
     for board in range(6):
         if each.waits >> board & 1:

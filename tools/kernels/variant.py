@@ -1,4 +1,4 @@
-"""Kernel variants of the ahead-of-time report: one kernel with one choice of types and constants."""
+"""Kernel variants of the ahead-of-time report: a kernel with one choice of types and constants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_diffkv.heads.allocation import HEAD_LADDER, LAST_RUNGS
 from hf_diffkv.pages.layout import UNIFORM_NUMBERS, PageLayout
 
 UNIFORM_DIMS = (64, 128)
-# of heads with a precision each; the first pair is compiled in all its forms, the others where they are modelled
+# for heads with different precisions; the first pair is compiled in all its forms, the others only as modelled
 PAIRS = (
     *sorted(combinations(reversed(HEAD_LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")),
     # while a budget fills
@@ -29,16 +29,16 @@ TARGETS = ("sm_80", "sm_90", "gfx942")
 class KernelVariant:
     """One compiled form of a kernel.
 
-    Numbers and addresses that the kernel lets Triton specialise count as multiples of 16, which launchers make sure of.
+    Numbers and addresses that Triton may specialise are taken to be multiples of 16, which launchers ensure.
 
     Attributes:
-        name: unique among all variants, for example `store_tokens-K8V4-d128`.
+        name: name, unique among all variants, for example `store_tokens-K8V4-d128`.
         kernel: the `@triton.jit` function.
-        signature: Triton type of every runtime argument by name, for example `{"pages": "*u8", "count": "i32"}`.
+        signature: Triton type of each runtime argument by name, for example `{"pages": "*u8", "count": "i32"}`.
         constexprs: value of every `tl.constexpr` parameter by name.
-        num_warps, num_stages: launch options; None leaves the stages to Triton's default for the target.
+        num_warps, num_stages: launch options; None uses Triton's default number of stages for the target.
         options: further launch options, for example `{"maxnreg": 168}`.
-        targets: targets for which the variant ships.
+        targets: targets that the variant ships for.
     """
 
     name: str
@@ -51,12 +51,12 @@ class KernelVariant:
     targets: tuple[str, ...] = TARGETS
 
     def named(self, name: str) -> KernelVariant:
-        """Returns the variant under another name."""
+        """Returns the variant with another name."""
         return replace(self, name=name)
 
 
 def uniform_layouts() -> list[tuple[str, PageLayout]]:
-    """Returns the name and layout of pages without scores, for bfloat16 models and each preset's precision."""
+    """Names and layouts of pages without scores, for bfloat16 models at each preset's precision."""
     precisions = [fields["high"] for fields in PRESETS.values()]
     return [
         (f"{one.name}_unscored", PageLayout.build(one, one, dim, dim, 2, **UNIFORM_NUMBERS))
@@ -65,7 +65,7 @@ def uniform_layouts() -> list[tuple[str, PageLayout]]:
 
 
 def paired_layouts(pairs: Sequence[tuple[str, str]] = PAIRS[:1]) -> list[tuple[str, PageLayout]]:
-    """Pages likewise whose heads have one precision of a pair each, and what each is called."""
+    """Names and layouts of such pages whose heads have one of a pair of precisions."""
     return [
         (f"{high}-{low}_unscored", PageLayout.build(*map(Precision.parse, (high, low)), dim, dim, 2, **UNIFORM_NUMBERS))
         for (high, low), dim in product(pairs, UNIFORM_DIMS)

@@ -1,4 +1,4 @@
-"""Scripts of tools/ are imported by their names."""
+"""Imports scripts of tools/ by name."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 @pytest.fixture(scope="module")
 def tool(request: pytest.FixtureRequest) -> ModuleType:
-    """The script that a file of tests is about."""
+    """The script that a test file is about."""
     return importlib.import_module(request.path.stem.removeprefix("test_"))

@@ -1,4 +1,4 @@
-"""The check of how docstrings and their entries begin."""
+"""Tests the check of how docstrings and their entries begin."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_beginning_is_found(tool: ModuleType, path: Path, tmp_path: Path) 
     ],
 )
 def test_words_that_are_fine(tool: ModuleType, words: str) -> None:
-    """A docstring is refused by whole words and in their own case only."""
+    """A docstring is refused only for whole words in the given case."""
     assert [text.refused for text in tool.texts(f'"""{words}"""')] == [None]
 
 
@@ -108,7 +108,7 @@ def test_an_allowance_that_matches_nothing(tool: ModuleType, path: Path, tmp_pat
     path.write_text('"""Number of slots."""')
     (tmp_path / "other.py").write_text("")
     allowed = {("part.py", "module"), ("gone.py", "module"), ("other.py", "module")}
-    # a file that exists is judged only when it is checked
+    # an existing file is judged only if it is checked
     assert list(tool.check([path], tmp_path, allowed)) == [
         "gone.py: module: allowed, but nothing there needs it",
         "part.py: module: allowed, but nothing there needs it",

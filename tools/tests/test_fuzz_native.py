@@ -1,4 +1,4 @@
-"""A small share of the fuzzing of native code, and that it finds what is wrong."""
+"""Runs a small share of the native-code fuzzing, and checks that it finds errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The constraints under which the oldest versions of everything are tested."""
+"""The constraints with which the oldest supported versions are tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of decode loops on a GPU that is not there, and what the shipped loops reach in it."""
+"""The model of decode loops on a GPU that is not present, and what the shipped loops reach in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scoreboard() -> ModuleType:
     return importlib.import_module("tools.kernels.scoreboard")
 
 
-# stall 4, result to scoreboard 2, operands to 1, waits for 0 and 5: bits from 41 on
+# stall 4, result to scoreboard 2, operands to 1, waits for 0 and 5, from bit 41 on
 WORD = (4 | 2 << 5 | 1 << 8 | 0b100001 << 11) << 41
 SASS = f"""
         /*0000*/                   MOV R1, c[0x0][0x28] ;              /* 0x00000a0000017a02 */
@@ -48,7 +48,7 @@ def test_control_codes_and_loops_are_read(scoreboard: ModuleType) -> None:
     assert code[1].pending == 2
     (body,) = scoreboard.inner_loops(code, labels)
     assert [each.address for each in body] == [0x10, 0x20, 0x30, 0x40, 0x50]
-    # one group a round, two of which may be under way while the third is used; 512 bytes each for the load and the copy
+    # one group per round, two of which may be in flight while a third is used; 512 bytes each for the load and the copy
     assert (scoreboard.buffer_depth(body), scoreboard.port_cycles(body)) == (3, 8)
 
 
@@ -87,17 +87,17 @@ def test_many_warps_wait_for_the_bandwidth_or_the_port(scoreboard: ModuleType) -
         instruction(scoreboard, "LDGSTS.E.BYPASS.128"),
         instruction(scoreboard, "LDGDEPBAR"),
     ]
-    # eight warps of 4,096 bytes at 16 bytes a cycle
+    # eight warps with 4,096 bytes each at 16 bytes per cycle
     slow = processor(scoreboard, peak=16.0)
     assert scoreboard.cycles_per_round(copies, 8, 4096, slow) == pytest.approx(8 * 4096 / 16, rel=0.05)
-    # eight warps of ten loads of 512 bytes through a port of 128
+    # eight warps with ten loads of 512 bytes through a port of 128 bytes
     loads = [instruction(scoreboard, "LDS.128") for _ in range(10)]
     assert scoreboard.cycles_per_round(loads, 8, 0, slow) == pytest.approx(8 * 10 * 4, rel=0.05)
 
 
 def test_registers_and_shared_memory_bound_what_is_resident(scoreboard: ModuleType) -> None:
     hopper = scoreboard.PROCESSORS["sm_90"]
-    # as NVIDIA's calculator (cuda_occupancy.h) counts programs of one, two and four warps
+    # programs of one, two and four warps, as counted by NVIDIA's calculator (cuda_occupancy.h)
     counts = {registers: [hopper.resident(registers, 0, warps) for warps in (1, 2, 4)] for registers in (128, 168, 200)}
     assert counts == {128: [16, 8, 4], 168: [12, 6, 3], 200: [8, 4, 2]}
     assert hopper.resident(176, 0, 1) == hopper.resident(255, 0, 1) == 8
@@ -105,7 +105,7 @@ def test_registers_and_shared_memory_bound_what_is_resident(scoreboard: ModuleTy
     assert hopper.resident(32, 0, 1) == 32
 
 
-# share of memory's peak over 256 rows of 8,192 tokens on sm_90, by kernel and level
+# share of peak memory bandwidth over 256 rows of 8,192 tokens on sm_90, by kernel and level
 FLOORS = {
     ("K8V4_unscored", "high"): 0.85,
     ("K5V4_unscored", "high"): 0.81,

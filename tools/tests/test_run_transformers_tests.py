@@ -1,4 +1,4 @@
-"""The runner of Transformers' tests, on a checkout with a handful of them."""
+"""The runner of Transformers' tests, on a checkout with only a handful of them."""
 
 from __future__ import annotations
 

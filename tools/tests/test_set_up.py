@@ -1,4 +1,4 @@
-"""Setting up: what is run, what is said of it, and what happens when it fails. A program stands in for pip."""
+"""Setting up: what is run, what is reported, and what happens on failure. A program stands in for pip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if "{fails}" in command:
 
 
 def environment(folder: Path, fails: str = "nothing") -> Path:
-    """A virtual environment whose Python writes what pip is to install to `calls`."""
+    """A virtual environment whose Python writes what pip is asked to install to `calls`."""
     python = folder / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PIP.format(python=sys.executable, calls=str(folder / "calls"), fails=fails))

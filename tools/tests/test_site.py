@@ -1,4 +1,4 @@
-"""The documentation as a site: complete, without dead links, its drawings those of the palette."""
+"""The documentation as a site: complete, without dead links, and with drawings that use the palette."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_links_lead_to_pages_of_the_site() -> None:
 
 @pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
-    """Strictly: all pages are in the navigation, links and anchors lead somewhere, names of the API exist."""
+    """Builds in strict mode: all pages are in the navigation, links and anchors resolve, API names exist."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -46,7 +46,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     names = {name for name in documented if "." not in name} | {name.rpartition(".")[2] for name in documented}
     assert {"hf_diffkv_serving.ray.generate", "hf_diffkv_serving.ray.app"} <= set(re.findall(r'id="([\w.]+)"', api))
     assert set(hf_diffkv.__all__) - {"plot", "ray", "training"} <= names and {"levels", "text", "quality"} <= names
-    # nothing is fetched from elsewhere
+    # nothing is fetched from other hosts
     assert not re.findall(
         r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)"', (tmp_path / "index.html").read_text()
     )

@@ -1,7 +1,7 @@
-"""Tasks of the field for `field.py`: RULER, HumanEval, GSM8K and BFCL, a file each, and what runs and scores them.
+"""Standard tasks for `field.py`: RULER, HumanEval, GSM8K and BFCL, one file each, and what runs and scores them.
 
 A suite is a module with `TASKS`, `cases(source)` and `score(case, text)`. Cases are token ids, so that every engine
-answers the same ones.
+gets the same input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def suite_of(task: str) -> ModuleType:
 
 
 def chosen_tasks(suite: str, names: str | None) -> tuple[str, ...]:
-    """Returns the tasks of a suite that a list with commas names; None names all."""
+    """Returns the tasks of a suite named in a comma-separated list; None names all."""
     known = SUITES[suite].TASKS
     if names is None:
         return known

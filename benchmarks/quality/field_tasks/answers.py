@@ -24,13 +24,13 @@ class Answer:
     """Answer to a case.
 
     Attributes:
-        ids: generated token ids, with the one that ended them.
+        ids: generated token ids, including the one that ended the answer.
         held: memory of the cache at the end; None if the engine cannot tell.
-        dense_bytes: memory of a dense cache of as many tokens; None if the engine cannot tell.
-        seconds: time for reading the prompt and generating, without earlier turns.
-        shared: whether the dense cache had read the prompt (`shared_prompts.py`); its time is then in `seconds` of
-            every method.
-        batch: number of cases that were answered at once (`batches.py`).
+        dense_bytes: memory of a dense cache for the same tokens; None if the engine cannot tell.
+        seconds: time to read the prompt and generate, without earlier turns.
+        shared: whether the dense cache read the prompt (`shared_prompts.py`); `seconds` of every method then includes
+            its time.
+        batch: number of cases answered at once (`batches.py`).
     """
 
     ids: tuple[int, ...]
@@ -42,16 +42,16 @@ class Answer:
 
 
 class Answering:
-    """A model that answers cases with caches of methods.
+    """Answers cases with a model and caches of methods.
 
-    Earlier turns that cases have in common are read once for each method, and continued in a copy for each case.
+    Earlier turns that cases share are read once for each method, and continued in a copy for each case.
 
     Args:
         model: loaded model.
-        share: whether methods that can get prompts read by the dense cache do (`shared_prompts.py`).
+        share: whether methods take over prompts read by the dense cache, if they can (`shared_prompts.py`).
 
     Raises:
-        EvaluationError: the dense bytes of a number of tokens cannot be told, as not all layers attend to all tokens.
+        EvaluationError: the dense bytes per token are undefined, because not all layers attend to all tokens.
     """
 
     def __init__(self, model: Any, share: bool = False) -> None:
@@ -67,7 +67,7 @@ class Answering:
         self._prompt: ReadPrompt | None = None
 
     def answer(self, method: Method, case: Case) -> Answer:
-        """Answers one case with an own cache of the method."""
+        """Answers one case with a separate cache of the method."""
         if self.share and not case.earlier and can_share(method, self.model):
             return self._answer_shared(method, case)
         session = self._session(method, case.earlier)

@@ -1,7 +1,7 @@
 """Answers several cases at once, in one cache of left-padded prompts.
 
-A step of a batch takes little longer than one of a single request, as long as it mostly reads the weights. The batch
-ends with its longest answer, so cases of about the same length belong together.
+A step of a batch takes little longer than a step of a single request, as long as it mostly reads weights. The batch
+ends with its longest answer, so cases of similar length should be batched together.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .cases import Case
 
 
 def batches_of(cases: Iterable[Case], size: int) -> Iterator[list[Case]]:
-    """Divides cases into batches of at most `size`, by length; those with earlier turns stay alone.
+    """Divides cases into batches of at most `size`, by length; cases with earlier turns stay alone.
 
-    All cases of a batch have the same limit and the same ends.
+    All cases of a batch have the same limit and ends.
     """
     batch: list[Case] = []
     for case in sorted(cases, key=lambda case: (bool(case.earlier), case.limit, case.ends, case.tokens)):
@@ -37,9 +37,9 @@ def batches_of(cases: Iterable[Case], size: int) -> Iterator[list[Case]]:
 
 @torch.no_grad()
 def answer_together(model: Any, method: Method, cases: Sequence[Case], bytes_per_token: int) -> list[Answer]:
-    """Answers cases without earlier turns by one call of `generate()`.
+    """Answers cases without earlier turns with one call of `generate()`.
 
-    Each answer has an equal share of the time, of the cache's bytes, and of those of a dense cache of the same batch.
+    Each answer gets an equal share of the time, of the cache's bytes, and of a dense cache's bytes for the batch.
     """
     longest, end = max(len(case.ids) for case in cases), cases[0].ends[0]
     padding = [longest - len(case.ids) for case in cases]
@@ -62,6 +62,6 @@ def answer_together(model: Any, method: Method, cases: Sequence[Case], bytes_per
 
 
 def _until_end(ids: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ids up to the first that ends an answer."""
+    """Returns the ids up to and including the first that ends an answer."""
     count = next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))
     return tuple(ids[:count])

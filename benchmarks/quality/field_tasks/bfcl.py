@@ -1,11 +1,11 @@
-"""Tool calls: the Berkeley Function Calling Leaderboard's choice among several functions, also in long conversations.
+"""Tool calls: choosing among functions, from the Berkeley Function Calling Leaderboard, also in long conversations.
 
-`bfcl` offers each case its own two to four functions. In `bfcl_turns` the system prompt describes the functions of
-`GROUP` cases, and earlier turns show further ones with their calls, until there are some 4,000 tokens. The cache has
-read these turns, and compressed them, before the question comes.
+`bfcl` offers each case its own two to four functions. In `bfcl_turns`, the system prompt describes the functions of
+`GROUP` cases, and earlier turns show further ones with their calls, up to about 4,000 tokens. The cache has read and
+compressed these turns before the question is asked.
 
-The answer is begun as the model's chat template begins a call, up to the function's name. It scores if it has exactly
-one call, with the right name and arguments that the leaderboard accepts.
+The answer is started as in the model's chat template for calls, up to the function's name. It is correct if it has
+exactly one call, with the right name and arguments that the leaderboard accepts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .cases import Case, Source, chat_text, encode, encode_turns, ends_of
 
 TASKS = ("bfcl", "bfcl_turns")
 LIMIT = 256
-# tokens of earlier turns, cases behind the same ones, and the fewest calls that these show
+# tokens of earlier turns, cases that share the same turns, and the minimum number of calls in them
 LENGTH, GROUP, FEWEST = 4096, 10, 2
 FILE = "BFCL_v4_multiple.json"
-# the leaderboard's names of types that JSON schemas do not have
+# the leaderboard's type names that JSON Schema lacks
 SCHEMA_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-# differences of strings that the leaderboard does not count
+# differences between strings that the leaderboard ignores
 IGNORED = re.compile(r"[ ,./\-_*^]")
-# what every function returns in earlier turns, and what the model says to it
+# what every function returns in earlier turns, and the model's reply
 RESULT, COMMENT = '{"status": "ok"}', "Done."
 
 
@@ -44,7 +44,7 @@ def cases(source: Source) -> list[Case]:
         return found
     for start in range(0, len(asked), GROUP):
         group = asked[start : start + GROUP]
-        # those asked elsewhere are shown here, from the next one on
+        # problems asked elsewhere are shown here, starting with the next one
         others = [*problems[start + GROUP :], *problems[:start]]
         functions, turns = conversation(source.tokenizer, group, others, source.length or LENGTH)
         found += [case_of(source.tokenizer, "bfcl_turns", each, functions, turns) for each in group]
@@ -52,14 +52,14 @@ def cases(source: Source) -> list[Case]:
 
 
 def _read() -> list[dict[str, Any]]:
-    """Reads the problems with their answers."""
+    """Reads the problems and their answers."""
     answers = wheels.json_lines(f"{wheels.BFCL}/possible_answer/{FILE}")
     accepted = {each["id"]: each["ground_truth"] for each in answers}
     return [{**each, "accepted": accepted[each["id"]]} for each in wheels.json_lines(f"{wheels.BFCL}/{FILE}")]
 
 
 def _distinct(problems: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Leaves out problems with functions of the same name as others, which one system prompt cannot describe."""
+    """Leaves out problems that share a function name with others, which one system prompt cannot describe."""
     known: set[str] = set()
     for problem in problems:
         names = {each["name"] for each in problem["function"]}
@@ -91,13 +91,13 @@ def case_of(
 def conversation(
     tokenizer: Any, group: list[dict[str, Any]], others: list[dict[str, Any]], length: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the functions of a group and of further problems, and turns that solve the latter.
+    """Returns the functions of a group and of further problems, and turns that solve the further ones.
 
     Args:
         tokenizer: tokenizer of the model.
-        group: problems that will be asked.
-        others: problems that may be shown, in their order.
-        length: least number of tokens of the functions and turns.
+        group: problems to be asked.
+        others: problems that may be shown, in order.
+        length: minimum number of tokens of the functions and turns.
     """
     functions, turns = [each for problem in group for each in problem["function"]], []
     for count, problem in enumerate(others, start=1):
@@ -126,7 +126,7 @@ def _solution(problem: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _first(values: Sequence[Any]) -> Any:
-    """Returns the first accepted value, in which dictionaries have accepted values of their own."""
+    """Returns the first accepted value; dictionaries in it have accepted values of their own."""
     value = values[0]
     if isinstance(value, dict):
         return {key: _first(inner) for key, inner in value.items() if inner[0] != ""}
@@ -136,7 +136,7 @@ def _first(values: Sequence[Any]) -> Any:
 
 
 def _as_tool(function: dict[str, Any]) -> dict[str, Any]:
-    """Returns a function's description as chat templates take it."""
+    """Returns a function's description in the form that chat templates expect."""
     return {"type": "function", "function": _as_schema(function)}
 
 
@@ -152,7 +152,7 @@ def _as_schema(value: Any) -> Any:
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
-    """Returns the calls in an answer: JSON objects with `name` and `arguments`, whatever marks are around them."""
+    """Returns the calls in an answer: JSON objects with `name` and `arguments`, whatever markers surround them."""
     found, start, decoder = [], text.find("{"), json.JSONDecoder()
     while start >= 0:
         try:
@@ -168,7 +168,7 @@ def calls_in(text: str) -> list[dict[str, Any]]:
 
 
 def score(case: Case, text: str) -> float:
-    """Returns 1 if the answer is one accepted call, else 0."""
+    """Returns 1 if the answer is a single accepted call, else 0."""
     calls = calls_in(case.reference["begun"] + text)
     if len(calls) != 1:
         return 0.0
@@ -177,7 +177,7 @@ def score(case: Case, text: str) -> float:
 
 
 def _fits(given: dict[str, Any], accepted: dict[str, list[Any]]) -> bool:
-    """Returns whether arguments have accepted values; those for which "" is accepted may be left out."""
+    """Returns whether arguments have accepted values; those that also accept "" may be omitted."""
     if given.keys() - accepted.keys():
         return False
     return all(

@@ -1,4 +1,4 @@
-"""Runs llama.cpp's caches on cases, in a process of their environment for each case."""
+"""Runs llama.cpp's caches on cases, each case in a new process in their environment."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def measure_by_llama_cpp(
     retry: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Adds a record for every method of llama.cpp and case that has none.
+    """Adds a record for every llama.cpp method and case that has none.
 
     Args:
-        model: name of the model, whose GGUF file lies beside its folder.
-        tokenizer: its tokenizer.
-        methods: methods whose environment is that of `make llama-cpp`.
+        model: name of the model, whose GGUF file is next to its folder.
+        tokenizer: tokenizer of the model.
+        methods: methods that run in the environment of `make llama-cpp`.
         cases: cases in the order in which they are run.
         records: records of the model.
         threads: number of threads; None takes `llama_context.THREADS`.
@@ -45,7 +45,7 @@ def measure_by_llama_cpp(
         quiet: whether to hide the progress bar.
 
     Raises:
-        EvaluationError: there is no GGUF file or no environment, or its process failed.
+        EvaluationError: the GGUF file or the environment is missing, or its process failed.
     """
     gguf = str(find_gguf(model))
     done = {record.key for record in records.of_cases(cases) if not (retry and record.error)}

@@ -1,4 +1,4 @@
-"""Cases: prompts as token ids, with what it takes to score an answer."""
+"""Cases: prompts as token ids, with the data needed to score an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_diffkv.evaluation.errors import EvaluationError
 
-# marks after which chat models write nothing more, where a vocabulary has them
+# end markers of chat models, as far as a vocabulary has them
 END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>")
 
 
@@ -24,8 +24,8 @@ class Source:
         tokenizer: tokenizer of the model, which has a chat template.
         path: folder or Hub id of the tokenizer.
         tasks: names of the tasks.
-        samples: number of cases of each task; None takes all, if there is an end.
-        length: number of tokens of the context, as the suite counts them; None takes the suite's own.
+        samples: number of cases of each task; None takes all, if the number is finite.
+        length: number of tokens of the context, as counted by the suite; None takes the suite's default.
     """
 
     tokenizer: Any
@@ -40,13 +40,13 @@ class Case:
     """A prompt to be continued greedily.
 
     Attributes:
-        task, name: names of the task and of the case in it.
+        task, name: names of the task and of the case within it.
         ids: token ids that the answer follows.
         limit: maximum number of generated tokens.
         ends: token ids at which the answer ends.
         reference: data for scoring, ready for JSON.
-        earlier: token ids of earlier turns, which the cache holds before it reads `ids`.
-        solution: an answer that scores, where the suite writes one; not part of the digest.
+        earlier: token ids of earlier turns, which the cache already holds when it reads `ids`.
+        solution: a correct answer, if the suite writes one; not part of the digest.
     """
 
     task: str
@@ -71,7 +71,7 @@ class Case:
 
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Returns the token ids of a text in which special tokens may be written out."""
+    """Returns the token ids of a text that may spell out special tokens."""
     return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
@@ -81,13 +81,13 @@ def encode_turns(tokenizer: Any, whole: str, before: str) -> tuple[tuple[int, ..
     Args:
         tokenizer: tokenizer of the model.
         whole: text of all turns.
-        before: text of the earlier ones, which several prompts in a row may have in common.
+        before: text of the earlier turns, which consecutive prompts may share.
 
     Returns:
-        Token ids of the last turns, and of the earlier ones: `ids` and `earlier` of a case.
+        Token ids of the last turns and of the earlier ones: `ids` and `earlier` of a case.
 
     Raises:
-        ValueError: the whole text does not begin with that of the earlier turns.
+        ValueError: the whole text does not begin with the earlier turns.
     """
     if not whole.startswith(before):
         raise ValueError("the chat template writes earlier turns differently when another one follows.")
@@ -106,12 +106,12 @@ def chat_text(
     asked: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Writes turns in the model's chat template.
+    """Writes turns with the model's chat template.
 
     Args:
         tokenizer: tokenizer with a chat template.
         messages: turns with `role` and `content`.
-        prefix: beginning of the answer, right after the template's opening of the assistant's turn.
+        prefix: beginning of the answer, directly after the template opens the assistant's turn.
         asked: whether the assistant's turn is opened at the end.
         tools: functions that the model may call.
 
@@ -126,7 +126,7 @@ def chat_text(
 
 
 def ends_of(tokenizer: Any, *marks: str) -> tuple[int, ...]:
-    """Returns the ids that end an answer: the tokenizer's own end, `END_MARKS`, and `marks` that are single tokens."""
+    """Returns the ids that end an answer: the tokenizer's end, `END_MARKS`, and `marks` that are one token."""
     vocabulary = tokenizer.get_added_vocab()
     found = {vocabulary[mark] for mark in END_MARKS if mark in vocabulary}
     found |= {ids[0] for ids in (encode(tokenizer, mark) for mark in marks) if len(ids) == 1}

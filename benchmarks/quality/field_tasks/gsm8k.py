@@ -1,10 +1,10 @@
-"""GSM8K: 100 problems of arithmetic with room for long reasoning, also behind earlier turns of a conversation.
+"""GSM8K: 100 arithmetic problems with room for long reasoning, also after earlier turns of a conversation.
 
-`gsm8k` asks each problem by itself. In `gsm8k_turns` the conversation has some 4,000 tokens of questions about passages
-(SQuAD's, from RULER's wheel) with their answers before it. The cache has read these turns, and compressed them, before
-the problem comes. `GROUP` problems follow the same turns.
+`gsm8k` asks each problem by itself. In `gsm8k_turns`, the conversation before it has about 4,000 tokens of questions
+about passages (SQuAD's, from RULER's wheel) with their answers. The cache has read and compressed these turns before
+the problem is asked. `GROUP` problems share the same turns.
 
-An answer scores if its last number behind ####, or else its last number, is the right one.
+An answer is correct if the first number after its last ####, or else its last number, is the right one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TASKS = ("gsm8k", "gsm8k_turns")
 LIMIT = 1024
 # a passage, a question and its answer
 Passage = tuple[str, str, str]
-# tokens of earlier turns, and problems behind the same ones
+# tokens of earlier turns, and problems that share the same turns
 LENGTH, GROUP = 4096, 20
 SEED = 0
 REQUEST = "Reason step by step, and write the final number after ####."
@@ -56,8 +56,8 @@ def earlier_turns(tokenizer: Any, passages: list[Passage], length: int, group: i
 
     Args:
         tokenizer: tokenizer of the model.
-        passages: passages, with a question and its answer each.
-        length: least number of tokens.
+        passages: passages, each with a question and its answer.
+        length: minimum number of tokens.
         group: number of the draw.
     """
     order = random.Random(f"{SEED}/{group}").sample(range(len(passages)), len(passages))
@@ -75,7 +75,7 @@ def earlier_turns(tokenizer: Any, passages: list[Passage], length: int, group: i
 
 
 def squad() -> list[Passage]:
-    """Reads passages of SQuAD, with the first question of each that has an answer."""
+    """Reads SQuAD's passages, each with its first question that has an answer."""
     return list(_answered(wheels.ruler_texts("squad")))
 
 
@@ -88,7 +88,7 @@ def _answered(data: dict[str, Any]) -> Iterator[Passage]:
 
 
 def final_number(text: str) -> float | None:
-    """Returns the first number behind the last ####, or else the last number; None if there is none."""
+    """Returns the first number after the last ####, or else the last number; None if there is none."""
     _, mark, behind = text.rpartition("####")
     found = NUMBER.findall(behind)
     if mark and found:
@@ -102,6 +102,6 @@ def _value(number: str) -> float:
 
 
 def score(case: Case, text: str) -> float:
-    """Returns 1 if the answer's final number is the right one, else 0."""
+    """Returns 1 if the answer's final number is correct, else 0."""
     given = final_number(text)
     return float(given is not None and abs(given - _value(case.reference["expected"])) < 1e-6)

@@ -1,7 +1,7 @@
 """HumanEval: 164 functions to write, scored by running their tests in a limited process (`limited.py`).
 
-The user's turn has the function's head and docstring, and asks for the function. The assistant's answer begins with
-the same head in a code block, so that what is generated is the body, up to the end of the block.
+The user's turn contains the function's head and docstring, and asks for the function. The assistant's answer begins
+with the same head in a code block, so that the model generates the body, up to the end of the block.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def case_of(tokenizer: Any, problem: dict[str, str]) -> Case:
 
 
 def program_of(case: Case, text: str) -> str:
-    """Returns the function that was written, and its test behind it."""
+    """Returns the generated function, followed by its test."""
     body, name = text.split(FENCE)[0], case.reference["entry_point"]
-    # an answer may begin the function anew, for which the head before it needs a body
+    # an answer may start the function again; the head before it then needs a body
     anew = re.search(rf"^def {re.escape(name)}\b", body, re.MULTILINE)
     head = case.reference["prompt"] + ("    pass\n\n" if anew else "")
     return f"{head}{body}\n\n{case.reference['test']}\n\ncheck({name})\n"

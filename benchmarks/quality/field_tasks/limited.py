@@ -1,8 +1,8 @@
 """Runs generated Python programs in a limited process (`limited_child.py`).
 
-The process has a folder and an environment of its own, limits on time, memory and files, no network where the kernel
-allows a namespace without one, and a hook that refuses sockets, further processes and changes outside its folder. This
-guards against accidents; it is no sandbox for programs that want to get out.
+The process has its own folder and environment; limits on time, memory and files; no network, if the kernel allows such
+a namespace; and a hook that refuses sockets, further processes and changes outside its folder. This guards against
+accidents; it is not a sandbox for programs that try to escape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 CHILD = Path(__file__).with_name("limited_child.py")
 SECONDS = 10.0
 MEMORY = 1 << 30
-# what it gets beyond its own limit before it is killed
+# extra time after its own limit before it is killed
 GRACE_SECONDS = 5.0
 
 
@@ -29,7 +29,7 @@ class Outcome:
 
     Attributes:
         passed: whether it ran to its end.
-        reason: why it did not; empty if it did.
+        reason: reason why it did not; empty if it did.
     """
 
     passed: bool
@@ -37,14 +37,14 @@ class Outcome:
 
 
 def run(program: str, seconds: float = SECONDS, memory: int = MEMORY) -> Outcome:
-    """Runs a program to its end.
+    """Runs a program to completion.
 
     Args:
         program: source text.
         seconds: limit of its time.
         memory: limit of its address space in bytes.
     """
-    # the program cannot guess it, so that ending early does not look like the end
+    # the program cannot guess the token, so exiting early does not look like completion
     token = secrets.token_hex(16)
     command = [sys.executable, "-I", "-B", str(CHILD), token, str(seconds), str(memory)]
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def run(program: str, seconds: float = SECONDS, memory: int = MEMORY) -> Outcome
             start_new_session=True,
         )
         try:
-            # beyond the limit it gives itself, in case it does not keep it
+            # longer than the limit that it sets itself, in case it does not keep to it
             said, _ = process.communicate(program.encode("utf-8", "surrogatepass"), timeout=seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             return Outcome(False, "timed out")
@@ -73,7 +73,7 @@ def run(program: str, seconds: float = SECONDS, memory: int = MEMORY) -> Outcome
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends the process and all of its session."""
+    """Ends the process and its whole session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,6 +1,6 @@
-"""Runs a program that comes on standard input, as `limited.py` says. Needs Linux or macOS.
+"""Runs a program from standard input, as described in `limited.py`. Needs Linux or macOS.
 
-On standard output come the token and a line end if the program ran to its end, else a line end and the reason.
+Standard output gets the token and a newline if the program ran to its end, otherwise a newline and the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 FILE_BYTES = 1 << 20
 FILES = 64
-# audit events (https://docs.python.org/3/library/audit_events.html) that are refused, by their beginnings
+# refused audit events (https://docs.python.org/3/library/audit_events.html), by prefix
 REFUSED = (
     "ctypes.",
     "ftplib.",
@@ -67,12 +67,12 @@ def main() -> None:
     else:
         said.write(f"{token}\n")
     said.flush()
-    # without what the program may have registered for the exit
+    # skips any exit handlers that the program may have registered
     os._exit(0)
 
 
 def leave_network() -> None:
-    """Moves this process into a namespace without a network, if the kernel lets it."""
+    """Moves this process into a namespace without a network, if the kernel allows it."""
     unshare = getattr(ctypes.CDLL(None), "unshare", None)
     if unshare is not None and unshare(CLONE_NEWNET) != 0:
         unshare(CLONE_NEWUSER | CLONE_NEWNET)
@@ -84,7 +84,7 @@ def limit(seconds: float, memory: int) -> None:
     limits = {"RLIMIT_CPU": whole, "RLIMIT_AS": memory, "RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": FILES}
     for name, value in {**limits, "RLIMIT_CORE": 0}.items():
         resource.setrlimit(getattr(resource, name), (value, value))
-    # ends a program that sleeps
+    # terminates even a program that sleeps
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -107,7 +107,7 @@ def guard(folder: Path) -> None:
 
 def _within(path: Any, folder: Path) -> bool:
     if not isinstance(path, (str, bytes)):
-        # a file that is open already
+        # an already open file
         return isinstance(path, int)
     return Path(os.path.realpath(os.fsdecode(path))).is_relative_to(folder)
 

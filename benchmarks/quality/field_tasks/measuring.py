@@ -1,4 +1,4 @@
-"""Runs methods on cases, with a record on disk after each, and joins answers that other engines gave."""
+"""Runs methods on cases, with a record on disk after each, and joins answers from other engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .batches import answer_together, batches_of
 from .cases import Case, answer_text
 
 SCORE = "score"
-# fields of an answer of another engine: those it must have, and those it may have
+# required and optional fields of another engine's answer
 NEEDED = ("method", "task", "name", "digest", "ids", "seconds")
 OPTIONAL = ("bytes", "payload_bytes", "dense_bytes", "environment", "basis", "error")
 
@@ -31,7 +31,7 @@ class Records:
     """Records of one model: a file of JSON lines for each task.
 
     Args:
-        folder: folder of the model, which is made if missing.
+        folder: folder of the model, created if missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Records:
         return self.folder / f"{task}.jsonl"
 
     def of(self, task: str) -> list[Record]:
-        """Returns the records of a task; of several with the same key the last."""
+        """Returns the records of a task; if several have the same key, the last one counts."""
         path = self.path(task)
         if not path.exists():
             return []
@@ -50,7 +50,7 @@ class Records:
         return read_records([path])
 
     def of_cases(self, cases: Iterable[Case]) -> list[Record]:
-        """Returns the records of all tasks that cases belong to."""
+        """Returns the records of all tasks that the cases belong to."""
         return [record for task in dict.fromkeys(case.task for case in cases) for record in self.of(task)]
 
     def add(self, record: Record) -> None:
@@ -74,11 +74,11 @@ def measure(
 
     Args:
         model, tokenizer: loaded model and its tokenizer.
-        methods: methods to run, on each case or batch one after the other.
+        methods: methods to run on each case or batch, one after the other.
         cases: cases in the order in which they are run, unless in batches.
         records: records of the model.
         share: whether prompts are read once for several methods (`shared_prompts.py`).
-        batch: number of cases that are answered at once where a method can (`batches.py`).
+        batch: number of cases answered at once, if the method can (`batches.py`).
         retry: whether to repeat what failed before.
         quiet: whether to hide the progress bar.
     """
@@ -151,12 +151,12 @@ def record_of(label: str, tokenizer: Any, case: Case, answer: Answer) -> Record:
 
 
 def join(tokenizer: Any, cases: Iterable[Case], lines: Iterable[Mapping[str, Any]], records: Records) -> int:
-    """Scores the answers of another engine and adds their records, but for those that are there.
+    """Scores the answers of another engine and adds their records, except for those that already exist.
 
     Args:
         tokenizer: tokenizer of the model.
         cases: cases that the engine may have answered.
-        lines: answers, with the fields `NEEDED` and perhaps `OPTIONAL`; `ids` are the generated token ids.
+        lines: answers, with the fields `NEEDED` and optionally `OPTIONAL`; `ids` are the generated token ids.
         records: records of the model.
 
     Returns:

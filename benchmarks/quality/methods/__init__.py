@@ -1,4 +1,4 @@
-"""Methods of others and of one's own, a file each, that `peers.py` measures; importing this registers all of them."""
+"""Other projects' and custom methods for `peers.py`, one file each; importing this package registers all of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Methods for kvpress, with a press and the share of the prompt's tokens it removes: `kvpress:snapkv+0.57`.
+"""Methods for kvpress, with a press and the share of the prompt's tokens that it removes: `kvpress:snapkv+0.57`.
 
-Integer arguments of the press may follow: `kvpress:snapkv+0.57+window_size=16`. `adakv-` before a press lets the heads
-of a layer share its budget (AdaKV). kvpress needs an older Transformers than this library, so these methods run in
+Integer arguments of the press may follow: `kvpress:snapkv+0.57+window_size=16`. With the prefix `adakv-`, the heads of
+a layer share the press's budget (AdaKV). kvpress needs an older Transformers than this library, so these methods run in
 their own environment (`make kvpress`).
 """
 
@@ -35,15 +35,15 @@ PRESSES = {
 ADAKV = "adakv-"
 # this press needs attention weights, which only eager attention returns and AdaKV does not support
 EAGER = "observed-attention"
-# AdaKV would also overrule the sizes that PyramidKV gives to layers
+# AdaKV would also override the sizes that PyramidKV gives to layers
 WITHOUT_ADAKV = (EAGER, "pyramidkv")
 
 
 class KVPressMethod(Method):
     """Method with a press on a `DynamicCache`, which compresses the prompt once and keeps all later tokens.
 
-    A press that removes equally many tokens from all heads of a layer really frees them. AdaKV removes different
-    numbers, and kvpress only hides these tokens from attention. Bytes are then computed from the kept tokens
+    A press that removes the same number of tokens from all heads of a layer really frees them. AdaKV removes different
+    numbers, and kvpress only hides these tokens from attention; bytes are then computed from the kept tokens
     (`simulated`).
 
     Args:
@@ -59,7 +59,7 @@ class KVPressMethod(Method):
 
     def __init__(self, press: str, ratio: float, numbers: dict[str, int]) -> None:
         self.press, self.ratio, self.numbers = press, ratio, numbers
-        # hidden tokens get keys that no query of a forward attends to, which are harder to find for more queries
+        # hidden tokens get keys that no query of a forward attends to, which are harder to find for many queries
         self.asks_at_once = not press.startswith(ADAKV)
 
     def new_cache(self, model: Any) -> Any:
@@ -81,7 +81,7 @@ class KVPressMethod(Method):
                     model.set_attn_implementation("eager")
                 with self._build()(model):
                     yield
-                # kvpress leaves these on the model, where they would affect another cache
+                # kvpress leaves these on the model, where they would affect other caches
                 cache.hidden = [getattr(module, "masked_key_indices", None) for module in modules]
         finally:
             for module in modules:

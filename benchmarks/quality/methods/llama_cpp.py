@@ -1,7 +1,7 @@
-"""Methods for llama.cpp's caches: `llama-cpp:q8_0`, or `llama-cpp:q8_0/q4_0` with types of keys and of values.
+"""Methods for llama.cpp's caches: `llama-cpp:q8_0`, or `llama-cpp:q8_0/q4_0` with separate types of keys and values.
 
-They run in llama.cpp, on a GGUF file of the same weights, and are compared with its own cache in f16, `llama-cpp:f16`
-(`llama_worker.py`). Their environment comes from `make llama-cpp`.
+They run in llama.cpp, on a GGUF file of the same weights, and are compared with its own f16 cache, `llama-cpp:f16`
+(`llama_worker.py`). `make llama-cpp` builds their environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORKER = Path(__file__).parents[1] / "llama_worker.py"
 
 
 def find_gguf(model: str) -> Path:
-    """Returns the GGUF file of a model, which lies beside the model's folder under the same name.
+    """Returns the GGUF file of a model, which has the same name as the model's folder and is next to it.
 
     Raises:
         EvaluationError: there is no such file.
@@ -47,7 +47,7 @@ class LlamaCppEnvironment(Isolated):
 
 
 class LlamaCppMethod(Method):
-    """Method with a cache of llama.cpp.
+    """Method with a llama.cpp cache.
 
     Args:
         types: types of keys and values.

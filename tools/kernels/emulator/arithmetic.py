@@ -51,7 +51,7 @@ def operation(opcode: str) -> Operation | None:
 
 
 def _need(modifiers: list[str], *allowed: str) -> str:
-    """Returns the type, which stands last, and checks that all other modifiers are allowed."""
+    """Returns the type, which comes last, and checks that all other modifiers are allowed."""
     *rest, type_ = modifiers
     if type_ not in TYPES or not set(rest) <= set(allowed):
         raise UnknownInstruction(".".join(modifiers))
@@ -68,7 +68,7 @@ def _flushed(compute: Callable[..., Values]) -> Callable[..., Values]:
 
 
 def _packed(type_: str, compute: Callable[..., Values]) -> Callable[..., Values]:
-    """Lifts a function of 16-bit numbers (bf16 computed in float32) to registers of one or of two of them."""
+    """Lifts a function of 16-bit numbers (bf16 is computed in float32) to registers that hold one or two of them."""
     if type_ == "bf16":
         return lambda *sources: f32_to_bf16(compute(*map(bf16_to_f32, sources)))
     if type_ == "bf16x2":
@@ -102,7 +102,7 @@ def _mul(modifiers: list[str]) -> Operation:
     if modifiers[0] == "hi":
         type_ = modifiers[1]
         bits = 8 * width_of(type_)
-        # 64 bits take Python's integers
+        # 64 bits need Python's integers
         wide = TYPES[type_[0] + "64"] if bits < 64 else object
 
         def high(a: Values, b: Values) -> Values:
@@ -131,7 +131,7 @@ def _fma(modifiers: list[str]) -> Operation:
 
     def fused(a: Values, b: Values, c: Values) -> Values:
         if base == "bf16":
-            # rounded to float32 first, which may differ in the last bit
+            # rounding to float32 first may differ in the last bit
             raise UnknownInstruction("fma." + type_)
         return odd_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)).astype(final)
 
@@ -140,7 +140,7 @@ def _fma(modifiers: list[str]) -> Operation:
 
 
 def odd_sum(a: Values, b: Values) -> Values:
-    """a + b in float64, rounded to odd, so that rounding it once more gives what a single rounding would."""
+    """a + b in float64, rounded to odd, so that rounding it again gives the result of a single rounding."""
     total = a + b
     back = total - a
     error = (a - (total - back)) + (b - back)
@@ -206,7 +206,7 @@ _families.update(
         "and": _bitwise(np.bitwise_and),
         "or": _bitwise(np.bitwise_or),
         "xor": _bitwise(np.bitwise_xor),
-        # on bool, numpy's inversion is the logical one
+        # numpy's inversion of bool is the logical one
         "not": _bitwise(np.bitwise_not, 1),
     }
 )
@@ -263,7 +263,7 @@ def _bfe(modifiers: list[str]) -> Operation:
         if type_[0] == "u":
             shifted = np.where(position < 64, shifted, wide(0))
         above = (64 - np.minimum(length & 255, bits)).astype(wide)
-        # by 64 in two steps, where nothing is kept
+        # a shift by 64 as two steps, which leaves nothing
         half = above >> wide(1)
         value = ((shifted << half) << (above - half)) >> half >> (above - half)
         return value.astype(TYPES[type_])
@@ -339,7 +339,7 @@ COMPARE = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-# whether neither of two floating-point numbers is NaN, and whether one is
+# whether neither of two floating-point numbers is NaN, and whether at least one is
 NAN_COMPARE = {"num": False, "nan": True}
 
 

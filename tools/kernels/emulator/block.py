@@ -1,7 +1,7 @@
-"""Runs one block: its threads in lock step where they agree, and by masks where they do not.
+"""Runs one block: its threads run in lock step where they agree and are masked where they diverge.
 
-Of the threads that can go on, those at the earliest instruction go first, so that branches join again where the
-compiler lets them.
+Among the threads that can continue, those at the earliest instruction run first, so that branches reconverge where the
+compiler allows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEVER = 1 << 30
 
 
 class Block:
-    """One block: where its threads stand, and the state that they share.
+    """One block: where its threads are, and the state that they share.
 
     Args:
         name: name of the block in errors.
@@ -52,7 +52,7 @@ class Block:
             self._advance(position, int(self._at[others].min()) if others.any() else NEVER, mask)
 
     def _advance(self, position: int, stop: int, mask: Values) -> None:
-        """Runs the threads of a mask up to where others stand, a branch, a barrier or the end."""
+        """Runs the threads of a mask until they reach the position of others, a branch, a barrier or the end."""
         instructions, steps = self._code.program.instructions, self._code.steps
         given = None if mask.all() else mask
         runs = self._code.runs

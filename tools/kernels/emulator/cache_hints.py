@@ -1,4 +1,4 @@
-"""Hints to the caches: they change no result, but the policy that an access names must have been made before."""
+"""Cache hints: they change no result, but the policy that an access names must have been created before."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .state import BlockState, Step
 from .values import PtxError, UnknownInstruction, Values
 
 HINT = ".L2::cache_hint"
-# the only one that is known: all of what is accessed goes first
+# the only one supported: evict everything that is accessed first
 POLICY = "createpolicy.fractional.L2::evict_first.b64"
 ALL = Immediate(0x3F800000)
 MADE = np.uint64(0x12F0_0000_0000_0001)
 
 
 def without_hint(instruction: Instruction) -> Instruction:
-    """Returns the access without its hint."""
+    """Returns the access with its hint removed."""
     if HINT not in instruction.opcode:
         return instruction
     opcode = instruction.opcode.replace(HINT, "").replace(".L1::evict_first", "")
@@ -27,7 +27,7 @@ def without_hint(instruction: Instruction) -> Instruction:
 
 
 def with_checked_hint(instruction: Instruction, access: Step) -> Step:
-    """Returns `access` behind a check of the policy that `instruction` names."""
+    """Returns `access`, preceded by a check of the policy that `instruction` names."""
     if HINT not in instruction.opcode:
         return access
     policy = reader(instruction.operands[-1], "b64")

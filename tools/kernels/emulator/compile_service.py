@@ -1,7 +1,7 @@
-"""A process of its own that compiles kernels as their launch would: `python compile_service.py 80`, or 90.
+"""A separate process that compiles kernels as their launch would: `python compile_service.py 80`, or 90.
 
-Tests run with TRITON_INTERPRET=1, where kernels are no longer what the compiler takes. Requests and answers are pickled
-on standard input and output, see `compiler.py`. The assembler is left out: the PTX is what is executed.
+Tests run with TRITON_INTERPRET=1, under which kernels have no form that the compiler accepts. Requests and answers are
+pickled on standard input and output; see `compiler.py`. There is no assembler step, as the PTX itself is executed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 
 class Stub:
-    """Stands for a tensor in a launch: Triton asks for its dtype and whether its address is a multiple of 16."""
+    """Stands in for a tensor in a launch: Triton asks for its dtype and whether its address is a multiple of 16."""
 
     def __init__(self, dtype: Any, address: int) -> None:
         self.dtype, self.address = dtype, address
@@ -24,7 +24,7 @@ class Stub:
 
 
 class Driver:
-    """Answers what Triton's launch code asks of a device, for a target that this machine lacks."""
+    """Answers what Triton's launch code asks about a device, for a target that this machine lacks."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -76,14 +76,14 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             return
         try:
             answer = compile_launch(*request)
-        except Exception as error:  # any stage of the compiler may fail, each with its own type
+        except Exception as error:  # any stage of the compiler may fail, each with its own exception type
             answer = {"error": f"{type(error).__name__}: {error}"}
         pickle.dump(answer, answers)
         answers.flush()
 
 
 if __name__ == "__main__":
-    # whatever a compiler prints must not come between the answers
+    # a compiler's own output must not mix with the answers
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     prepare(int(sys.argv[1]))

@@ -19,7 +19,7 @@ from .steps import Code
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: what to execute, its shared memory in bytes, and the arguments it takes when it runs."""
+    """A compiled kernel: the code to execute, its shared memory in bytes, and the arguments it takes at run time."""
 
     code: Code
     shared: int
@@ -32,10 +32,10 @@ class Kernel:
 
 
 class Compiler:
-    """Compiles what is launched, each specialisation once; a context manager around a process.
+    """Compiles each launched specialisation once; a context manager around a process.
 
     Args:
-        folder: folder for Triton's cache, apart from the user's, since nothing is assembled.
+        folder: folder for Triton's cache, separate from the user's because nothing is assembled.
         target: `sm_80` or `sm_90`.
     """
 
@@ -47,7 +47,7 @@ class Compiler:
 
     def __enter__(self) -> Compiler:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
-        # the default of the supported releases, said aloud as newer ones warn
+        # the default of the supported releases, set explicitly because newer ones warn
         environment["TRITON_DEFAULT_FP_FUSION"] = "1"
         environment["TRITON_CACHE_DIR"] = str(self._folder)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[1:], environment.get("PYTHONPATH")]))
@@ -61,7 +61,7 @@ class Compiler:
         self._process.stdout.close()
 
     def compile(self, function: Any, arguments: tuple, options: dict[str, Any]) -> Kernel:
-        """Returns the kernel that a launch of `function` (a Python function) with these arguments would run.
+        """Returns the kernel that launching `function` (a Python function) with these arguments would run.
 
         Raises:
             RuntimeError: it does not compile.
@@ -87,5 +87,5 @@ class Compiler:
 
 
 def _described(value: Any) -> Any:
-    """Tensors by dtype and address modulo 16, all that a specialisation depends on."""
+    """Describes tensors by dtype and address modulo 16, on which a specialisation depends."""
     return ("tensor", value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else value

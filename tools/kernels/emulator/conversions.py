@@ -1,4 +1,4 @@
-"""`cvt`: from one type to another, with the roundings that occur."""
+"""`cvt`: conversion from one type to another, with the roundings that occur."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Conversion = tuple[str, tuple[str, ...], Callable[..., Values]]
 
 
 def conversion(modifiers: list[str]) -> Conversion:
-    """Returns result type, source types and function of `cvt.` + modifiers."""
+    """Returns the result type, source types and function of `cvt.` + modifiers."""
     *how, result, source = modifiers
     if result in ("f16x2", "bf16x2") and how == ["rn"] and source == "f32":
         narrow = _to_f16 if result == "f16x2" else f32_to_bf16

@@ -14,7 +14,7 @@ LANE = np.arange(32)
 
 
 def exchange(instruction: Instruction) -> Step | None:
-    """Returns the step of an instruction, or None if it is of another kind."""
+    """Returns the step of an instruction, or None for other kinds."""
     name, *modifiers = instruction.opcode.split(".")
     if name == "shfl":
         return _shuffle(instruction, modifiers)

@@ -1,4 +1,4 @@
-"""Memory of the tensors that a kernel was given. Every access must lie within one of them and be aligned."""
+"""Memory of the tensors passed to a kernel. Every access must lie within one of them and be aligned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .values import PtxError, Values
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns the address of the first byte of a tensor's elements and the one behind the last byte."""
+    """Returns the address of the first byte of a tensor's elements and the address just past the last byte."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
@@ -21,7 +21,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class GlobalMemory:
-    """Reads and writes real memory at real addresses, nothing but what belongs to `tensors`."""
+    """Reads and writes real memory at real addresses, restricted to what belongs to `tensors`."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         merged: list[list[int]] = []
@@ -45,7 +45,7 @@ class GlobalMemory:
         return result
 
     def store(self, addresses: Values, data: Values) -> None:
-        """Writes uint8 [n, width] to uint64 [n] addresses. The last of several threads that write to one place wins."""
+        """Writes uint8 [n, width] to uint64 [n] addresses. If several threads write to one place, the last one wins."""
         for view, offsets, lanes in self._places(addresses, data.shape[1]):
             view[offsets[:, None] + np.arange(data.shape[1])] = data[lanes]
 

@@ -1,4 +1,4 @@
-"""Launches of the product's own launch code, executed block after block from the compiled PTX."""
+"""Runs the library's own launch code, executing the compiled PTX one block at a time."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Emulator:
 
     Attributes:
         order: order of the blocks, a key of `ORDERS`.
-        processors: number of multiprocessors of the device that launchers see.
+        processors: number of multiprocessors of the device, as launchers see it.
         launched: name and grid of every launch.
         kernels: kernel of the last launch, by name.
-        change: function of a kernel's name and the kernel that returns the kernel to run instead; for tests of the
+        change: function of a kernel's name and the kernel that returns the kernel to run in its place; used to test the
             tests.
     """
 
@@ -48,8 +48,8 @@ class Emulator:
 
     @contextmanager
     def active(self) -> Iterator[Emulator]:
-        """Makes launchers find a device of the compiler's target, and runs their launches here."""
-        # not before a test asks for it, since not every machine has Triton
+        """Makes launchers find a device of the compiler's target, and executes their launches here."""
+        # imported only when a test needs it, since not every machine has Triton
         from triton.runtime.interpreter import InterpretedFunction
 
         from hf_diffkv.ops.backend import Device
@@ -93,7 +93,7 @@ class Emulator:
 
     @staticmethod
     def _parameters(kernel: Kernel, given: dict[str, Any]) -> dict[str, bytes]:
-        """Bytes by PTX name; the last ones are for scratch memory, which none of the kernels has."""
+        """Bytes by PTX name; the last ones are for scratch memory, which no kernel uses."""
         declared = kernel.code.program.parameters
         values = [given[name] for name in kernel.runtime]
         values += [0] * (len(declared) - len(values))

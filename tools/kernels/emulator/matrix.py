@@ -17,7 +17,7 @@ def mma(opcode: str, a: Values, b: Values, c: Values) -> Values:
         a, b: uint32 [4 or 2, warps, 32], two 16-bit floats each. c: float32 [4, warps, 32].
 
     Returns:
-        float32 [4, warps, 32]. Products are summed in float64 and rounded once, which is within what hardware does.
+        float32 [4, warps, 32]. Products are summed in float64 and rounded once, at least as accurately as hardware.
     """
     shape, types = opcode.split(".")[3], opcode.split(".")[6:]
     if (
@@ -47,7 +47,7 @@ def mma(opcode: str, a: Values, b: Values, c: Values) -> Values:
 
 
 def numbers(words: Values, type_: str) -> tuple[Values, Values]:
-    """Returns the lower and the upper half of each word as numbers."""
+    """Returns the lower and upper half of each word as numbers."""
     pair = np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, 2)
     numbers = pair.view(np.float16) if type_ == "f16" else bf16_to_f32(pair)
     return numbers[..., 0], numbers[..., 1]

@@ -1,4 +1,4 @@
-"""Reads operands of instructions: each becomes a function of a block's state."""
+"""Reads the operands of instructions: each becomes a function of a block's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Reader = Callable[[BlockState], Values]
 
 
 def reader(operand: Operand, type_: str) -> Reader:
-    """Returns a function that reads an operand as numbers of a type; a wider register is cut off."""
+    """Returns a function that reads an operand as numbers of a type; a wider register is truncated."""
     dtype = TYPES[type_]
     if isinstance(operand, Symbol):
         if operand.name != "global_smem":
@@ -37,7 +37,7 @@ def reader(operand: Operand, type_: str) -> Reader:
 
 
 def constant_of(operand: Immediate, type_: str) -> Values:
-    """Returns a constant as one element, which numpy spreads over the threads."""
+    """Returns a constant as one element, which numpy broadcasts over the threads."""
     if type_ == "pred":
         return np.array([operand.bits != 0])
     width = width_of(type_)

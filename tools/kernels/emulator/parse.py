@@ -1,4 +1,4 @@
-"""PTX text to instructions with numbered registers."""
+"""Parses PTX text into instructions with numbered registers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Immediate:
-    """Bits of a constant, negative where it was written so."""
+    """Bits of a constant, negative if it was written with a minus sign."""
 
     bits: int
 
@@ -50,7 +50,7 @@ Operand = Register | Immediate | Symbol | Address | Vector
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; `guard` is (register, negated), `place` the line of the source it came from."""
+    """One instruction; `guard` is (register, negated), `place` the source line it came from."""
 
     opcode: str
     operands: tuple[Operand, ...]
@@ -66,9 +66,9 @@ class Program:
     Attributes:
         parameters: (name, size in bytes) in order.
         threads: number of threads in a block.
-        labels: position of the instruction behind each label.
-        registers: all of them, by index.
-        special: register that stands for each special register that is read, by name.
+        labels: position of the instruction after each label.
+        registers: all registers, by index.
+        special: register that stands in for each special register read, by name.
     """
 
     name: str
@@ -84,7 +84,7 @@ def parse(text: str) -> Program:
     """Reads a module with a single kernel.
 
     Raises:
-        ValueError: something in it is not understood.
+        ValueError: part of the module is not understood.
     """
     header = re.search(r"\.visible \.entry (\w+)\s*\((.*?)\)\s*((?:\.\w+ [^\n]*\n)*)\{", text, re.DOTALL)
     if header is None:
@@ -100,7 +100,7 @@ def parse(text: str) -> Program:
 
 
 def _statements(body: str) -> list[str]:
-    """Statements, labels with their colon, and braces of scopes, up to the end of the kernel."""
+    """Yields statements, labels with their colon, and scope braces, up to the end of the kernel."""
     lines = []
     for line in body.splitlines():
         line, _, comment = line.partition("//")
@@ -122,7 +122,7 @@ def _statements(body: str) -> list[str]:
 
 
 class _Body:
-    """Reads the statements of a kernel; names that inline assembly declares live within its braces."""
+    """Reads the statements of a kernel; names declared by inline assembly are local to its braces."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -212,7 +212,7 @@ class _Body:
 
 
 def _split(text: str) -> list[str]:
-    """Operands: at commas that stand in no bracket."""
+    """Operands, split at commas outside brackets."""
     parts, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "{[") - (letter in "}]")

@@ -1,4 +1,4 @@
-"""Matrix products of warp groups that are under way."""
+"""Matrix products of warp groups that are in flight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .values import PtxError, Values
 
 
 class Products:
-    """Products of one block that are under way, in groups numbered in the order of their commits.
+    """Products of one block that are in flight, in groups numbered in commit order.
 
     Attributes:
-        registers: group of the product, by index of each register that awaits its result.
+        registers: group of the product whose result a register awaits, by the register's index.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Products:
         self._open += 1
 
     def wait(self, pending: int, shared: SharedMemory) -> None:
-        """Ends all groups but the newest `pending`."""
+        """Completes all groups but the newest `pending`."""
         done = self._open - pending
         self.registers = {index: group for index, group in self.registers.items() if group >= done}
         self._reading = [(group, at) for group, at in self._reading if group >= done]
@@ -41,9 +41,9 @@ class Products:
             shared.hold(at)
 
     def check(self, instruction: Instruction) -> None:
-        """Checks before an instruction that it reads no result of a product under way.
+        """Checks that an instruction reads no result of a product in flight.
 
-        A move may read one. Its target then awaits the same result.
+        A move may read one; its target then awaits the same result.
 
         Raises:
             PtxError: the instruction reads such a result.

@@ -1,7 +1,7 @@
-"""Shared memory of a block, with the last writer and reader of each byte and the asynchronous copies under way.
+"""Shared memory of a block, with the last writer and reader of each byte and the asynchronous copies in flight.
 
-Two accesses of different threads to one byte, at least one of them a write that changes it, need a barrier between
-them: of the block, or of the warp if both are in the same one.
+If different threads access the same byte and at least one of them changes it, a barrier must lie between the two: of
+the block, or of the warp if both are in the same one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class SharedMemory:
         self._data = np.full(size, 0xFF, np.uint8)
         self._written = np.zeros(size, bool)
         self._in_flight = np.zeros(size, bool)
-        # who wrote and who read a byte last, and when; readers also by warp
+        # who last wrote and read each byte, and when; readers also by warp
         self._writer, self._reader, self._reader_warp = (np.full(size, NOBODY, np.int16) for _ in range(3))
         self._write_time, self._read_time = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._now = 1
         self._block_barrier = 0
-        # stored by threads after the last `fence.proxy.async`, so that wgmma need not see it
+        # stored by threads since the last `fence.proxy.async`, so that wgmma need not see it
         self._unfenced = np.zeros(size, bool)
-        # what such instructions still read
+        # what such instructions are still reading
         self._held = np.zeros(size, bool)
         self._warp_barrier = np.zeros(-(-threads // WARP), np.int32)
         # copies: thread, group of the thread, offset, data
@@ -35,7 +35,7 @@ class SharedMemory:
         self._committed = np.zeros(threads, np.int32)
 
     def barrier(self, warps: Values | None = None) -> None:
-        """Notes that all threads of the block, or those of some warps, have met."""
+        """Notes that all threads of the block, or those of some warps, have reached a barrier."""
         if warps is None:
             self._block_barrier = self._now
         else:
@@ -43,11 +43,11 @@ class SharedMemory:
         self._now += 1
 
     def fence(self) -> None:
-        """Makes what was written so far visible to matrix instructions that read shared memory themselves."""
+        """Makes everything written so far visible to matrix instructions that read shared memory themselves."""
         self._unfenced[:] = False
 
     def hold(self, offsets: Values) -> None:
-        """Keeps 16-bit numbers from being overwritten until `release`."""
+        """Protects 16-bit numbers from being overwritten until `release`."""
         self._held[offsets] = self._held[offsets + 1] = True
 
     def release(self) -> None:
@@ -82,7 +82,7 @@ class SharedMemory:
         self._unfenced[at] = True
 
     def copy(self, threads: Values, addresses: Values, data: Values) -> None:
-        """Begins an asynchronous copy: the data lands when its group is waited for."""
+        """Begins an asynchronous copy; the data arrives when its group is waited for."""
         at = self._places(addresses, data.shape[1])
         who = np.broadcast_to(threads[:, None], at.shape)
         if self._in_flight[at].any():
@@ -92,11 +92,11 @@ class SharedMemory:
         self._copies.append((threads, self._committed[threads], at, data))
 
     def commit(self, threads: Values) -> None:
-        """Ends a group of copies of each of these threads."""
+        """Closes a group of copies for each of these threads."""
         self._committed[threads] += 1
 
     def wait(self, threads: Values, pending: int) -> None:
-        """Lands all groups of these threads but the newest `pending`."""
+        """Completes all groups of these threads but the newest `pending`."""
         waiting = np.zeros(self._committed.size, bool)
         waiting[threads] = True
         left = []
@@ -105,7 +105,7 @@ class SharedMemory:
             if done.any():
                 self._in_flight[at[done]] = False
                 self._write(at[done], np.broadcast_to(owners[done][:, None], at[done].shape), data[done])
-                # compilers leave out the fence where wgmma reads what such copies brought
+                # compilers omit the fence if wgmma reads what such copies brought
                 self._unfenced[at[done]] = False
             if not done.all():
                 left.append((owners[~done], group[~done], at[~done], data[~done]))
@@ -122,7 +122,7 @@ class SharedMemory:
         return offsets[:, None] + np.arange(width)
 
     def _after(self, at: Values, who: Values, last: Values, time: Values) -> Values:
-        """Returns whether a barrier, or the order of one thread, puts the access of `who` behind the last one."""
+        """Returns whether a barrier, or the order of one thread, orders the access of `who` after the last one."""
         previous, when = last[at], time[at]
         same_warp = (previous >= 0) & (previous // WARP == who // WARP)
         ordered = (when <= self._block_barrier) | (same_warp & (when <= self._warp_barrier[who // WARP]))
@@ -144,7 +144,7 @@ class SharedMemory:
             changed & ~self._after(at, who, self._writer, self._write_time), who, "overwrites what", self._writer[at]
         )
         by_thread = self._after(at, who, self._reader, self._read_time)
-        # several readers of one warp: a barrier of that warp is enough
+        # several readers in one warp: a barrier of that warp is enough
         warp = self._reader_warp[at]
         by_warp = (warp == who // WARP) & (self._read_time[at] <= self._warp_barrier[who // WARP])
         self._refuse(changed & ~by_thread & ~by_warp, who, "overwrites, while it may still be read, what", warp)
@@ -161,7 +161,7 @@ class SharedMemory:
         before_warp = self._reader_warp[at]
         self._reader[at] = np.where((before == NOBODY) | (before == who), who, SEVERAL)
         self._reader_warp[at] = np.where((before_warp == NOBODY) | (before_warp == warp), warp, SEVERAL)
-        # of several threads that read a byte at once, only the last has been noted
+        # if several threads read a byte at once, only the last has been noted
         self._reader[at[self._reader[at] != who]] = SEVERAL
         self._reader_warp[at[self._reader_warp[at] != warp]] = SEVERAL
         self._read_time[at] = self._now

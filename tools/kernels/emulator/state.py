@@ -1,4 +1,4 @@
-"""State of one block that instructions read and change: registers, memory, and products that are under way."""
+"""State of one block that instructions read and change: registers, memory, and products in flight."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class BlockState:
     """Registers and memory of one block.
 
     Attributes:
-        registers: unsigned bits (bool for predicates) of all threads, by index of the register; all ones before the
-            first write.
+        registers: unsigned bits (bool for predicates) of all threads, by register index; all ones before the first
+            write.
         threads: numbers of the block's threads, 0, 1, ...
         memory: tensors of the launch.
         shared: shared memory of the block.
-        products: matrix products of warp groups that are under way.
+        products: matrix products of warp groups that are in flight.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BlockState:
         self.memory = memory
         self.threads = np.arange(program.threads)
         self.shared = SharedMemory(shared_bytes, program.threads)
-        # compilers read registers that nothing was written to where it does not matter
+        # where it does not matter, compilers read registers that were never written
         unset = {bits: np.full(program.threads, ~bits(0)) for bits in BITS.values()}
         unset[np.bool_] = np.ones(program.threads, bool)
         self.registers: list[Values] = [
@@ -60,11 +60,11 @@ class BlockState:
         return self.threads if mask is None else np.flatnonzero(mask)
 
     def spread(self, values: Values) -> Values:
-        """Returns one element per thread; constants have one for all."""
+        """Returns one element per thread; constants have one for all threads."""
         return values if values.shape == self.threads.shape else np.broadcast_to(values, self.threads.shape)
 
     def whole_warps(self, mask: Values | None) -> Values:
-        """Returns the numbers of the warps that take part. All threads of each must do so."""
+        """Returns the numbers of the warps that take part. All threads of each warp must do so."""
         if mask is None:
             return np.arange(self.threads.size // 32)
         warps = mask.reshape(-1, 32)
@@ -76,14 +76,14 @@ class BlockState:
         return np.frombuffer(self._parameters[name], dtype)[:1]
 
     def write(self, register: Register, values: Values, mask: Values | None, signed: bool = False) -> None:
-        """Sets a register of all threads, or of those in the mask, from numbers of all threads."""
+        """Sets a register of all threads, or only of those in the mask, from numbers of all threads."""
         bits = self.spread(as_bits(values, register, signed))
         if mask is not None:
             bits = np.where(mask, bits, self.registers[register.index])
         self.registers[register.index] = bits
 
     def write_lanes(self, register: Register, lanes: Values, bits: Values) -> None:
-        """Sets a register of some threads from as many bits."""
+        """Sets a register of some threads from the same number of bits."""
         if lanes.size < self.threads.size:
             whole = self.registers[register.index].copy()
             whole[lanes] = bits
@@ -91,5 +91,5 @@ class BlockState:
         self.registers[register.index] = bits
 
 
-# executes an instruction for the threads of a mask, for all where it is None
+# executes an instruction for the threads of a mask, or for all threads if it is None
 Step = Callable[[BlockState, Values | None], None]

@@ -20,7 +20,7 @@ class Code:
     """A program made executable.
 
     Attributes:
-        runs: number of times that each instruction was reached.
+        runs: number of times each instruction was reached.
     """
 
     def __init__(self, program: Program) -> None:

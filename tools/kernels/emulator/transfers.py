@@ -13,7 +13,7 @@ from .values import BITS, TYPES, PtxError, UnknownInstruction, Values, as_bits, 
 
 
 def transfer(instruction: Instruction) -> Step | None:
-    """Returns the step of an instruction, or None if it is of another kind."""
+    """Returns the step of an instruction, or None for other kinds."""
     if instruction.opcode.startswith("createpolicy"):
         return create_policy(instruction)
     step = _transfer(without_hint(instruction))
@@ -103,7 +103,7 @@ def _load_or_store(instruction: Instruction, name: str, space: str, *modifiers: 
 
 
 def _copy(instruction: Instruction) -> Step:
-    """Returns the step of `cp.async`. Bytes beyond the optional fourth operand become zeros and are not read."""
+    """Returns the step of `cp.async`. Bytes past the optional fourth operand become zeros and are not read."""
     target, source, size, *rest = instruction.operands
     to, origin, width = address_reader(target, "shared"), address_reader(source, "global"), size.bits
     real = reader(rest[0], "u32") if rest else None

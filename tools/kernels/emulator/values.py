@@ -1,4 +1,4 @@
-"""Register contents: bits in unsigned numpy arrays, one element per thread, seen as the type an instruction names."""
+"""Register contents: bits in unsigned numpy arrays, one element per thread, viewed as an instruction's type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from .parse import Register
 
-# where the block's shared memory begins; not 0, so that an address without its base is seen
+# where the block's shared memory begins; not 0, so that an address without its base is noticed
 SHARED_BASE = 1024
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 TYPES: dict[str, type] = {
@@ -30,11 +30,11 @@ Values = np.ndarray
 
 
 class PtxError(Exception):
-    """Signals an instruction that a GPU would refuse or execute wrongly."""
+    """Signals an instruction that a GPU would refuse or execute incorrectly."""
 
 
 class UnknownInstruction(PtxError):
-    """The emulator lacks an instruction."""
+    """Signals an instruction that the emulator lacks."""
 
 
 def width_of(type_: str) -> int:
@@ -59,18 +59,18 @@ def bf16_to_f32(bits: Values) -> Values:
 
 
 def f32_to_bf16(numbers: Values) -> Values:
-    """Rounds to the nearest, ties to even; NaN to 0x7FFF."""
+    """Rounds to nearest, ties to even; NaN becomes 0x7FFF."""
     bits = numbers.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(numbers), np.uint16(0x7FFF), rounded)
 
 
 def halves(words: Values, type_: str) -> Values:
-    """Splits 32-bit words into two numbers each, [threads, 2], in a type that numpy computes in."""
+    """Splits each 32-bit word into two numbers, [threads, 2], in a type that numpy can compute with."""
     parts = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 2)
     return bf16_to_f32(parts) if type_.startswith("bf16") else parts.view(TYPES[type_.removesuffix("x2")])
 
 
 def words(parts: Values) -> Values:
-    """Joins two 16-bit parts to each 32-bit word; reverses `halves`."""
+    """Joins two 16-bit parts into each 32-bit word; reverses `halves`."""
     return np.ascontiguousarray(parts).view(np.uint32).reshape(-1)

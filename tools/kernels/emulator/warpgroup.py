@@ -1,7 +1,7 @@
-"""`wgmma`: matrix products of four warps that read shared memory themselves, from the PTX ISA.
+"""`wgmma`: matrix products by four warps that read shared memory themselves, from the PTX ISA.
 
-Before a wait for its group, the result of a product may only be moved to another register, and shared memory that the
-product reads must not change.
+Until its group is waited for, the result of a product may only be moved to another register, and the shared memory that
+the product reads must not change.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .parse import Immediate, Instruction, Vector
 from .state import BlockState, Step
 from .values import SHARED_BASE, PtxError, UnknownInstruction, Values
 
-# bytes of a row of the swizzled pattern, by the two highest bits of a descriptor
+# bytes per row of the swizzled pattern, by the two highest bits of a descriptor
 SWIZZLES = {1: 128, 2: 64, 3: 32}
 
 
 def warpgroup(instruction: Instruction) -> Step | None:
-    """Returns the step of an instruction, or None if it is of another kind."""
+    """Returns the step of an instruction, or None for other kinds."""
     opcode = instruction.opcode
     if opcode.startswith("fence.proxy.async"):
         return lambda block, mask: block.shared.fence()
@@ -48,7 +48,7 @@ def _all_together(act: Callable[[BlockState], None]) -> Step:
 
 
 def _product(instruction: Instruction) -> Step:
-    """D = A B, or A B + D where a predicate says so; A from registers or shared memory, B from shared memory."""
+    """D = A B, or A B + D if a predicate says so; A from registers or shared memory, B from shared memory."""
     shape = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.\2", instruction.opcode)
     if shape is None:
         raise UnknownInstruction(instruction.opcode)
@@ -106,7 +106,7 @@ def _rows(words: Values, type_: str) -> Values:
 def _from_shared(
     block: BlockState, descriptor: Reader, threads: slice, count: int, transposed: bool, type_: str
 ) -> tuple[Values, Values]:
-    """[count, 16] numbers of a matrix in shared memory, the second dimension the one that is summed over; offsets."""
+    """[count, 16] numbers of a matrix in shared memory, the second dimension summed over, and their offsets."""
     given = block.spread(descriptor(block))[threads]
     if np.any(given != given[0]):
         raise PtxError("threads of a warp group disagree on a matrix descriptor")
@@ -121,9 +121,9 @@ def _from_shared(
 def element_offsets(descriptor: int, count: int, transposed: bool) -> Values:
     """Shared addresses of the elements [count, 16] (16-bit numbers) of a swizzled matrix.
 
-    Rows of `width` bytes stand eight to a pattern. Not transposed, such a row lies along the dimension that is summed
-    over and patterns follow each other along the other one; transposed, it is the reverse. Bits 4 to 6 of an address
-    are then changed by those from 7 on.
+    Each pattern holds eight rows of `width` bytes. If not transposed, a row lies along the dimension that is summed
+    over and patterns follow each other along the other one; if transposed, it is the reverse. Bits 4 to 6 of an address
+    are then changed by bits 7 and up.
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     mode, base = descriptor >> 62, descriptor >> 49 & 7

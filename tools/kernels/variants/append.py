@@ -19,7 +19,7 @@ BATCH, GROUP, SLOTS, SINK_SLOTS = 2, 4, 16, 4
 
 
 def variants() -> list[KernelVariant]:
-    """bf16 models with padding, whose tokens are stored as they are or rotated, keys less an offset."""
+    """bf16 models with padding, whose tokens are stored unchanged or rotated, with keys less an offset."""
     found = []
     for sizes, rotated in ((PLAIN, False), (ROTATED, True)):
         for heads, dim in sizes:

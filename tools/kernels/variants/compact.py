@@ -19,7 +19,7 @@ SCORED = (
     (Precision(16, 16), Precision(16, 16), 128),
     *((Precision(6, 4), Precision(5, 3), dim) for dim in (64, 128)),
 )
-# what plans a round depends on pages by a few numbers only
+# kernels that plan a round depend on few numbers of the page layout
 PLANNED = {
     "K8V4-K4V2-d128": ("find_victims", "plan_rows", "assign_pages"),
     "K8V4_unscored-d128": ("plan_rows",),

@@ -27,10 +27,10 @@ SCORED = (
 )
 # query heads per KV head
 GROUPS = (1, 4, 5, 7, 8)
-# of what is compiled to be modelled
+# the part of the compiled variants that is modelled
 MODELLED = (4,)
 TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
-# elements of a rotary key and of a latent in GLM-4.7-Flash, with 20 query heads, and in DeepSeek V3, with 128
+# elements of a rotary key and a latent, in GLM-4.7-Flash (20 query heads) and DeepSeek V3 (128)
 LATENT_DIMS = (64, 512)
 LATENTS = (*product(("K16V16", *LATENT_LADDER), (20,)), ("K8V8", 128))
 BATCH, KV_HEADS, SLOTS, SINK_SLOTS, WIDTH, TOKENS = 2, 2, 16, 4, 8, 64

@@ -55,12 +55,12 @@ STORED = (
     (("K8V4-K4V2-g4", Precision(8, 4, 4, 4), Precision(4, 2, 4, 4)), torch.bfloat16, 128, ("padding",)),
 )
 BATCH, KV_HEADS, GROUP, TOKENS, SLOTS, SINK_SLOTS, WIDTH = 2, 2, 2, 32, 16, 4, 8
-# padding is looked at in pieces, of this size in all longer prompts
+# padding is examined in pieces, which have this size in all longer prompts
 EXTENT_TOKENS = 1024
 
 
 def variants() -> list[KernelVariant]:
-    """Returns every kernel with the tiles of every target, for the common types and features."""
+    """Returns every kernel with each target's tiles, for the common types and features."""
     found = record(_extents)
     for target in TARGETS:
         for dtype, dim, features in SHIPPED:
@@ -71,7 +71,7 @@ def variants() -> list[KernelVariant]:
         for stored in STORED:
             found += _stored(("past_forward", "past_scores"), target, *stored)
     for stored in STORED:
-        # what has tiles of its own there
+        # variants with tiles of their own on this target
         found += _stored(("past_forward",), "sm_100", *stored)
     return found
 
@@ -99,14 +99,14 @@ def _first(
     features: Sequence[str],
     layout: PageLayout | None,
 ) -> list[KernelVariant]:
-    """Returns the first launch of each wanted kernel; the first of `column_scores` is the one over a dense past."""
+    """Returns the first launch of each wanted kernel; for `column_scores` this is the launch over a dense past."""
     recorded = record(_attend, dtype, dim, features, layout, targets=(target,))
     first = {variant.name: variant for variant in reversed(recorded)}
     return [first[name].named(f"{name}-{suffix}") for name in wanted]
 
 
 def _attend(dtype: torch.dtype, dim: int, features: Sequence[str], layout: PageLayout | None) -> None:
-    """Launches a prompt over a past that is stored in `layout`, if there is one."""
+    """Launches a prompt over a past stored in `layout`, if one is given."""
     rows = BATCH, KV_HEADS
     new = torch.empty(*rows, TOKENS, dim, dtype=dtype)
     there = torch.empty(*rows, TOKENS, dtype=torch.bool)

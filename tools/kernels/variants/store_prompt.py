@@ -15,18 +15,18 @@ from tools.kernels.record import record
 from tools.kernels.rows import given_rows
 from tools.kernels.variant import UNIFORM_DIMS, KernelVariant, paired_layouts, uniform_layouts
 
-# what does not depend on the precision is listed once; on nothing but the tokens of a page, once for one tier or two
+# kernels that do not depend on the precision are listed once; those that depend only on a page's tokens, once per tiers
 OF_MODELS = ("sum_keys", "fix_offsets", "rotate")
 OF_ROWS = ("take_pages", "advance")
-# by thresholds: what only touches transformed channels, or narrow numbers, is another kernel
+# with thresholds, only kernels that touch transformed channels or narrow numbers differ
 TRANSFORMED = ("decide", "demote", "level_window", "level_new")
 DIMS = (64, 128)
 BATCH, HEADS, TOKENS, PAST, SLOTS, SINK_SLOTS, WIDTH = 2, 2, 16, 16, 16, 4, 8
 
 
 def variants() -> list[KernelVariant]:
-    """bf16 models without padding: in order, with keys rotated, centred and, if they can be, rounded for their queries;
-    by thresholds the paper's precisions (section 4.1), and these on narrow pages with keys transformed like this."""
+    """bf16 models without padding. Tokens stored in order have keys that are rotated, centred and, if possible, rounded
+    for their queries. Thresholds use the paper's precisions (section 4.1), also on narrow pages with such keys."""
     found = []
     uniform, paired = uniform_layouts(), paired_layouts()
     for name, layout in uniform + paired:
