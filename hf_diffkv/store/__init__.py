@@ -1,7 +1,7 @@
 """The compressed state on one device and everything that changes it. Knows nothing of Transformers."""
 
 from .compaction import settle
-from .copies import drop_unused_layers, move_rows, prepare_rows, select_rows
+from .copies import drop_unused_layers, move_rows, prepare_rows
 from .decode import StepAttention
 from .forks import fork_store
 from .hide import hide_tokens
@@ -38,7 +38,6 @@ __all__ = [
     "prepare_rows",
     "read_tokens",
     "revocable",
-    "select_rows",
     "settle",
     "withdraw",
 ]

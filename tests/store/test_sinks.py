@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from given_stores import attend, begin, new_store
+from given_stores import attend, begin, new_store, select_rows
 from runs import assert_equal_contents
 from saved_files import without, write_as_before
 from test_compressed import Pair, left_padding
@@ -21,7 +21,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.rows import held_count, held_tokens, slots_of
-from hf_diffkv.store import check_integrity, fork_store, hide_tokens, read_tokens, select_rows, settle
+from hf_diffkv.store import check_integrity, fork_store, hide_tokens, read_tokens, settle
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
 WINDOW_LEVEL = 3
