@@ -73,8 +73,7 @@ class ExpandedAttention:
         store.note_logits(layer, softmax)
         key, value = self._expand(latent, rope)
         earlier = _expanded(store, layer, past.earlier, self._expand)
-        observed = store.observation_window if store.layout.selects else 0
-        options = {"valid": self._new.valid, "mask": self._mask, "observed": observed}
+        options = {"valid": self._new.valid, "mask": self._mask, "observed": store.observation_window}
         # keys and values of all heads, for which there are kernels
         prefill_attention = ops_for(store.device, store.dtype).prefill_attention
         output, received = attend_plainly(prefill_attention, query, key, value, softmax, past=earlier, **options)

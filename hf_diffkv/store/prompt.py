@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -121,40 +119,31 @@ def attend_from_newest(
         `attend_beside` returns it.
     """
     (key, value), valid = new.beside(past.earlier), new.valid
-    earlier = key.shape[2] - query.shape[2]
-    if earlier == 0:
-        options = {"valid": valid, "mask": mask, "observed": store.observation_window}
-        return attend_beside(store, layer, past.earlier, query, key, value, softmax, **options)
-    shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
-    shown = shown if valid is None else shown & valid[:, :earlier]
-    shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
-    exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
-    before = replace(past.earlier, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
-    output, received = attend_beside(
-        store,
-        layer,
-        before,
-        query,
-        key[:, :, earlier:],
-        value[:, :, earlier:],
-        softmax,
-        valid=None if valid is None else valid[:, earlier:],
-        mask=None if mask is None else mask[..., earlier:, earlier:],
-        observed=store.observation_window,
-    )
-    if received is not None:
-        received = received * _later_share(valid, key, earlier, received.shape[-1])[:, None]
+    before, earlier = past.earlier, key.shape[2] - query.shape[2]
+    if earlier:
+        shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
+        shown = shown if valid is None else shown & valid[:, :earlier]
+        shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
+        exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
+        before = replace(before, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
+        key, value = key[:, :, earlier:], value[:, :, earlier:]
+        valid = None if valid is None else valid[:, earlier:]
+        mask = None if mask is None else mask[..., earlier:, earlier:]
+    output, received = attend_beside(store, layer, before, query, key, value, softmax, valid=valid, mask=mask)
+    if earlier and received is not None:
+        received = received * _later_share(new, earlier, received.shape[-1])[:, None]
     return output, received
 
 
-def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:
-    """Returns, for each key, the ratio of all later queries to those that attended.
+def _later_share(new: NewPrompt, earlier: int, columns: int) -> Tensor:
+    """Returns, for each of the P + Q keys, the ratio of all later queries to those that attended.
 
     The queries that attended are those after the first `earlier` new tokens.
 
     Returns:
-        Ratio of each of the P + Q keys, float32 [batch, P + Q].
+        Ratios, float32 [batch, columns] with `columns` = P + Q.
     """
+    key, valid = new.key, new.valid
     if valid is None:
         valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     later = valid.flip(-1).cumsum(-1).flip(-1) - valid.long()
@@ -174,25 +163,27 @@ def attend_beside(
     key: Tensor,
     value: Tensor,
     softmax: Softmax,
-    **options: Any,
+    *,
+    valid: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs `prefill_attention` from Q new tokens over the P earlier ones and themselves; does not change the store.
 
     Args:
         query: query states of the model, [batch, query_heads, Q, key_dim].
         key, value: keys and values from `NewPrompt.beside`, [batch, heads, Q, dim].
+        valid, mask: arguments of `prefill_attention`.
 
     Returns:
         The attention output, and the attention each key received, float32 [batch, heads, P + Q]; the latter is None if
         the store selects no tokens.
     """
     store.note_logits(layer, softmax)
-    if not store.layout.selects:
-        options["observed"] = 0
     query = query if past.rows is None else query_form(store, query)
     attention = store.ops.prefill_attention
     attention = with_absorbed_queries(attention) if store.heads.latent else attention
-    output, received = attention(query, key, value, softmax, past=past, **options)
+    options = {"past": past, "valid": valid, "mask": mask, "observed": store.observation_window}
+    output, received = attention(query, key, value, softmax, **options)
     received = None if received is None else received.float()
     return output if past.rows is None else model_form(store, output), received
 

@@ -375,10 +375,8 @@ class Store:
 
     @property
     def observation_window(self) -> int | None:
-        """Number of a prompt's last queries that add to significance; None for all, or without token selection."""
-        if not self.layout.selects:
-            return None
-        return self.config.observation_window
+        """Number of a prompt's last queries that add to significance: None for all, 0 without token selection."""
+        return self.config.observation_window if self.layout.selects else 0
 
     def note_logits(self, layer: int, softmax: Softmax) -> None:
         """Excludes a layer from centring if its attention depends on more than differences of logits."""
