@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -284,22 +283,6 @@ def _forget_bounds(parts: Iterable[Part]) -> None:
 
 def _recorded(store: Store) -> int:
     return 0 if store.recorded[0] is None else store.recorded[0].tokens
-
-
-@contextmanager
-def noting_queries(store: Store, layer: int, moment: Tensor | None) -> Iterator[None]:
-    """Adds a prompt's queries to those for which keys are rounded when they are lowered, unless the block fails.
-
-    Args:
-        moment: `second_moment` of the queries, [batch * heads, key_dim, key_dim]; None if nothing is rounded.
-    """
-    more = None
-    if moment is not None:
-        # summed here, so that memory cannot run out when the prompt is stored
-        more = moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
-    yield
-    if more is not None:
-        store.lowering.moments[layer] += more
 
 
 def names_of(stores: Iterable[Store], rung: int) -> str:

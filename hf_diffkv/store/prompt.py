@@ -8,8 +8,8 @@ The attention that keys received from them is scaled up to all later queries, as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..pages.segments import score_noise, segments
 from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
-from .lowering import make_room_for_prompt, noting_queries
+from .lowering import make_room_for_prompt
 from .prompt_kernels import PromptPlan, store_by_kernels
 from .state import Changing, Store
 from .transform import (
@@ -41,10 +41,12 @@ def admitted(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor
         ValueError: keys or values are not finite.
         MemoryError: the tokens do not fit into `max_bytes` with `until_full`; nothing has changed.
     """
-    new = NewPrompt.checked(store, layer, key, value, valid)
+    if not store.stores_by_kernel:
+        # kernels check them by themselves
+        check_finite(store, key, value, valid)
     if store.lowering.active:
         make_room_for_prompt(store, key.shape[2], valid)
-    return new
+    return NewPrompt(store, layer, key, value, valid)
 
 
 class PromptAttention:
@@ -99,9 +101,13 @@ class PromptAttention:
         moment = query_moment(store, query, self._new.valid)
         self._moment = moment if self._moment is None else self._moment + moment
         if last:
-            lowers = store.lowering.moments is not None
-            with noting_queries(store, layer, self._moment) if lowers else nullcontext():
-                compress(store, layer, past, self._new, self._received, self._moment)
+            noted, more = store.lowering.moments, None
+            if noted is not None and self._moment is not None:
+                # summed here, so that memory cannot run out when the prompt is stored
+                more = self._moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
+            compress(store, layer, past, self._new, self._received, self._moment)
+            if more is not None:
+                noted[layer] += more
         return output
 
 
