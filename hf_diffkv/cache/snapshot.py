@@ -239,7 +239,7 @@ def weights_fingerprint(model: Any) -> str:
 
 
 def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    if any(recorded is not None for recorded in store.recorded):
+    if store.revocable:
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before saving.")
     settle(store)
     store.look()

@@ -9,7 +9,7 @@ from .kv_heads import KVHeads
 from .prompt import PromptAttention
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
-from .rollback import RecordedAttention, commit_together, is_recording, revocable
+from .rollback import RecordedAttention, commit_together
 from .state import Changing, Store
 from .step import begin_forward, withdraw
 from .transform import check_finite
@@ -31,13 +31,11 @@ __all__ = [
     "drop_unused_layers",
     "fork_store",
     "hide_tokens",
-    "is_recording",
     "levels",
     "move_rows",
     "payload",
     "prepare_rows",
     "read_tokens",
-    "revocable",
     "settle",
     "withdraw",
 ]

@@ -92,11 +92,6 @@ def _keep(store: Store, layer: int, together: Recorded) -> None:
     store.recorded[layer] = together.detached()
 
 
-def is_recording(store: Store) -> bool:
-    """Returns whether the store holds tokens that may still be cropped."""
-    return any(recorded is not None for recorded in store.recorded)
-
-
 def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callable[[Store], None]) -> None:
     """Stores the recorded tokens except for the last `rejected` ones, in every layer of all stores.
 
@@ -105,10 +100,15 @@ def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callab
 
     Raises:
         ValueError: more tokens are rejected than are recorded; nothing has changed.
-        MemoryError: the tokens do not fit; nothing has changed in stores that still record tokens (`is_recording`).
+        MemoryError: the tokens do not fit; nothing has changed in stores that still have `revocable` ones.
     """
-    for store in stores:
-        _check_rejected(store, rejected)
+    possible = min((store.revocable for store in stores), default=rejected)
+    if rejected > possible:
+        raise ValueError(
+            f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "
+            "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
+            "copy.deepcopy of the cache."
+        )
     ready: list[Store] = []
     try:
         for store in stores:
@@ -119,24 +119,10 @@ def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callab
             share_budget(store)
             _commit(store, rejected)
     except MemoryError:
-        for store in filter(is_recording, ready):
-            withdraw(store, 0)
+        for store in ready:
+            if store.revocable:
+                withdraw(store, 0)
         raise
-
-
-def revocable(store: Store) -> int:
-    """Returns the number of tokens that can be taken back."""
-    return min((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
-
-
-def _check_rejected(store: Store, rejected: int) -> None:
-    possible = revocable(store)
-    if rejected > possible:
-        raise ValueError(
-            f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "
-            "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
-            "copy.deepcopy of the cache."
-        )
 
 
 def _prepare(store: Store, rejected: int) -> None:
@@ -150,8 +136,7 @@ def _prepare(store: Store, rejected: int) -> None:
 
 def _generates(store: Store, rejected: int) -> bool:
     """Returns whether the tokens that stay are a generation step of the algorithm: one token after earlier ones."""
-    held = max((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
-    return held - rejected == 1 and store.seen - rejected > 1
+    return store.revocable - rejected == 1 and store.seen - rejected > 1
 
 
 # attention sinks are parameters of the model

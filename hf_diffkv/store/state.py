@@ -457,6 +457,11 @@ class Store:
         """Returns whether the scratch buffers are large enough for the next step."""
         return self.scratch is not None and self.scratch.max_tokens >= self.bounds(0).max_tokens
 
+    @property
+    def revocable(self) -> int:
+        """Number of recorded tokens, which may still be taken back."""
+        return min((recorded.tokens for recorded in self.recorded if recorded is not None), default=0)
+
     def check_positions(self, tokens: int) -> None:
         """Raises `ValueError` if pages cannot hold the positions of `tokens` more tokens."""
         if self.layout.high.position_bytes == 2 and self.seen + tokens > NARROW_POSITIONS:
