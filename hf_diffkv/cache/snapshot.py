@@ -36,12 +36,7 @@ QUERY_MOMENTS = "query_moments"
 
 
 class CacheContents(Protocol):
-    """The parts of a cache that reports and snapshots read.
-
-    Attributes:
-        layers: one cache layer for each layer of the model, compressed or Transformers' own.
-        model_fingerprint: digest of the model's configuration (`snapshot.model_fingerprint`).
-    """
+    """The parts of `DiffKVCache` that reports and snapshots use."""
 
     layers: list[Any]
     stores: Stores
@@ -49,23 +44,12 @@ class CacheContents(Protocol):
     config: DiffKVConfig
     model_fingerprint: str
 
-    def compressed_layers(self) -> list[int]:
-        """Returns the indices of the compressed layers."""
-
-    def levels(self, layer_idx: int) -> Tensor:
-        """Returns levels, int8 [batch, kv_heads, seen], like `DiffKVCache.levels`."""
-
-    def get_seq_length(self) -> int:
-        """Returns the number of tokens seen."""
-
-    def check_handover(self) -> None:
-        """Raises `HandOverError` unless every layer stored all announced keys and values."""
-
-    def attach(self, model: Any) -> None:
-        """Tells the cache on which devices and processes `model` runs."""
-
-    def check_integrity(self) -> None:
-        """Raises `IntegrityError` if pages, counts and tables disagree."""
+    def compressed_layers(self) -> list[int]: ...
+    def levels(self, layer_idx: int) -> Tensor: ...
+    def get_seq_length(self) -> int: ...
+    def check_handover(self) -> None: ...
+    def attach(self, model: Any) -> None: ...
+    def check_integrity(self) -> None: ...
 
 
 CacheT = TypeVar("CacheT", bound=CacheContents)
