@@ -267,7 +267,7 @@ class DiffKVLayer(CacheLayerMixin):
     def abandon(self, tokens: int) -> None:
         """Takes back `tokens` announced tokens after an error in their attention, or marks the cache as broken."""
         self.pending = self.stores.pending = None
-        self._forget_awaited()
+        self.awaited = self.stores.awaited = None
         if self.stores.abandon(self.index, tokens):
             self.reset()
 
@@ -404,13 +404,9 @@ class DiffKVLayer(CacheLayerMixin):
 
     def give_up(self) -> None:
         """Marks the cache as broken after a reader failed, as earlier layers have already stored the tokens."""
-        self._forget_awaited()
+        self.awaited = self.stores.awaited = None
         self.stores.broken = True
         self.stores.turns.end()
-
-    def _forget_awaited(self) -> None:
-        """Cancels outstanding reads."""
-        self.awaited = self.stores.awaited = None
 
     def restore(self, seen: int) -> None:
         """Takes the place that was assigned while loading, with `seen` tokens."""
