@@ -28,8 +28,6 @@ from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
 
 # attribute of a causal mask with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
-# the operator's work on the host must not be lost in a graph that the compiler captures (older releases: no tag)
-_TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 # arguments that models pass along and that do not change attention
 HARMLESS = {
     "cache",
@@ -300,7 +298,8 @@ def _as_bool(mask: Tensor) -> Tensor:
     return mask == 0
 
 
-@torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)
+# the operator's work on the host must not be lost in a graph that the compiler captures
+@torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=(torch.Tag.cudagraph_unsafe,))
 def attend(
     states: Sequence[Tensor],
     mask: Tensor | None,
