@@ -218,8 +218,7 @@ class Stores:
         """Returns the layers after layer `index` that need a place on `device`, if rows are lowered for a budget."""
         if self.config.precise is None:
             return []
-        open_layers = sorted(set(range(index + 1, self.num_layers)) - set(self._places) - self.absent)
-        return [layer for layer in open_layers if self.devices is None or self.devices[layer] == device]
+        return [layer for layer in self._without_place(device) if layer > index]
 
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
@@ -278,10 +277,13 @@ class Stores:
 
     def _alike(self, device: torch.device, index: int) -> list[int]:
         """Returns the layers without a place that may need one on `device`, with heads and pages like layer `index`."""
-        open_layers = sorted(set(range(self.num_layers)) - set(self._places) - self.absent)
-        alike = [layer for layer in open_layers if same_pages(self.configs[layer], self.configs[index])]
-        alike = [layer for layer in alike if self.shapes.get(layer) == self.shapes.get(index)]
-        return [layer for layer in alike if self.devices is None or self.devices[layer] == device]
+        alike = [layer for layer in self._without_place(device) if same_pages(self.configs[layer], self.configs[index])]
+        return [layer for layer in alike if self.shapes.get(layer) == self.shapes.get(index)]
+
+    def _without_place(self, device: torch.device) -> list[int]:
+        """Returns the layers without a place that may need one on `device`."""
+        left = sorted(set(range(self.num_layers)) - set(self._places) - self.absent)
+        return [layer for layer in left if self.devices is None or self.devices[layer] == device]
 
     def of_layer(self, index: int, heads: int) -> DiffKVConfig:
         """Returns the configuration of a layer with `heads` KV heads here.
