@@ -332,7 +332,7 @@ class DiffKVLayer(CacheLayerMixin):
         return PromptAttention(*inputs, valid, mask)
 
     def done(self) -> None:
-        """Ends the forward if all layers have their tokens."""
+        """Ends the forward if all layers have their tokens; a captured step ends by itself."""
         turns = self.stores.turns
         if self.is_last or turns.last_layer_came:
             turns.layer_done(self.is_last, self.stores.awaited is not None)
