@@ -198,7 +198,7 @@ class LatentLayer(DiffKVLayer):
         expand, self.expand = self.expand, None
         if expand is None:
             return super()._new_tokens(key, value, valid, mask)
-        return ExpandedAttention(self.store, self.slot, key, value, expand, valid, mask)
+        return ExpandedAttention(expand, self.store, self.slot, key, value, valid, mask)
 
 
 def _unchanged(output: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class PromptAttention:
         """
         store, layer = self._store, self._layer
         past = StoredPast.read(store, layer, self._new)
-        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
+        output, received = self._attend(past, query, softmax)
         if received is not None:
             self._received = received if self._received is None else torch.maximum(self._received, received)
         moment = query_moment(store, query, self._new.valid)
@@ -109,6 +109,10 @@ class PromptAttention:
             if more is not None:
                 noted[layer] += more
         return output
+
+    def _attend(self, past: StoredPast, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
+        """Returns what `attend_from_newest` returns."""
+        return attend_from_newest(self._store, self._layer, past, query, self._new, self._mask, softmax)
 
 
 def attend_from_newest(
