@@ -68,10 +68,6 @@ class Part:
         """Returns the pages that the tokens of each row take at `rungs`, int64 [layers, batch, heads]."""
         return pages_of(self.held, self.demand.capacity[rungs])
 
-    def pages_a_token(self, rungs: np.ndarray) -> float:
-        """Returns the pages that a token more of each row takes on average once the rows are at `rungs`."""
-        return float((1 / self.demand.capacity[rungs]).sum())
-
 
 def together(store: Store) -> list[Store]:
     """Returns the stores that share the budget of `store`, each with memory of its own.
@@ -156,7 +152,8 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
     lacking = sum(max(0, n - f) * size for n, f, size in zip(need, free, sizes))
     if lacking > spare:
         left = max(0, spare + sum((f - n) * size for n, f, size in zip(need, free, sizes)))
-        shares = [part.pages_a_token(rungs) * size for part, rungs, size in zip(parts, chosen, sizes)]
+        # bytes that one token more of each row takes on average
+        shares = [(1 / part.demand.capacity[rungs]).sum() * size for part, rungs, size in zip(parts, chosen, sizes)]
         for part, n, f, size, share in zip(parts, need, free, sizes, shares):
             pool = part.store.pool
             pool.truncate(pool.capacity - f + n + int(left * share / sum(shares) / size), part.store.table.table)
