@@ -151,7 +151,6 @@ class Store:
         # index of each layer among the model's compressed layers, and of each head
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
-        self.first_head = first_head
         self.layer_index = torch.arange(num_layers, device=device)
         self.head_index = torch.arange(first_head, first_head + self.num_heads, device=device)
         shape = (num_layers, batch_size, self.num_heads)
