@@ -395,7 +395,12 @@ def decide_levels(
         of_row = torch.where(store.low_heads[layer], LOW_LEVEL, HIGH_LEVEL).to(torch.int8).view(-1)
         return tuple(of_row[row] for row in (stored[HIGH].row, stored[LOW].row, leaving.row))
     rows = store.rows(layer)
-    tokens = _tokens(rows, stored, leaving, scores, length)
+    row = torch.cat([stored[HIGH].row, stored[LOW].row, leaving.row])
+    position = torch.cat([*(token_positions(rows, tier, stored[tier]) for tier in (HIGH, LOW)), leaving.position])
+    parts = zip((*stored, leaving), (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))
+    level = torch.cat([torch.full_like(part.row, level, dtype=torch.int8) for part, level in parts])
+    mean = mean_significance(torch.cat([*scores, leaving.score]), position, length[row])
+    tokens = Tokens(row, mean, position, level)
     alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
     start = torch.maximum(rows.window_start, rows.length - store.config.window)
     outside = (start - rows.sink_end).repeat_interleave(rows.heads)
@@ -408,18 +413,3 @@ def decide_levels(
     if store.config.max_bytes is not None:
         level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
     return level.split([part.row.numel() for part in (*stored, leaving)])
-
-
-def _tokens(
-    rows: LayerRows,
-    stored: tuple[StoredTokens, StoredTokens],
-    leaving: NewTokens,
-    scores: Sequence[Tensor],
-    length: Tensor,
-) -> Tokens:
-    row = torch.cat([stored[HIGH].row, stored[LOW].row, leaving.row])
-    position = torch.cat([*(token_positions(rows, tier, stored[tier]) for tier in (HIGH, LOW)), leaving.position])
-    parts = zip((*stored, leaving), (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))
-    level = torch.cat([torch.full_like(part.row, level, dtype=torch.int8) for part, level in parts])
-    mean = mean_significance(torch.cat([*scores, leaving.score]), position, length[row])
-    return Tokens(row, mean, position, level)

@@ -28,20 +28,6 @@ from .transform import NewPrompt, check_finite
 ROLLBACK_TOKENS = 256
 
 
-def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, NewPrompt, StoredPast]:
-    """Returns the recorded tokens followed by `new`, the same tokens as `NewPrompt`, and the stored past."""
-    before = store.recorded[layer]
-    together = new if before is None else before.followed_by(new)
-    entering = NewPrompt(store, layer, together.key, together.value, together.valid)
-    return together, entering, StoredPast.read(store, layer, entering)
-
-
-def _reserve(store: Store, more: int, of_layer: int) -> None:
-    """Makes room for `more` bytes of recorded tokens, `of_layer` in each. Raises `MemoryError` if they do not fit."""
-    give_way(store, more, of_layer)
-    check_budget(store, more)
-
-
 class RecordedAttention:
     """New tokens that may still be cropped, to which a layer and perhaps later ones attend.
 
@@ -67,14 +53,22 @@ class RecordedAttention:
         self._new = Recorded(key, value, valid, mask, ())
 
     def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
-        """Returns one layer's attention output, from all tokens or the newest ones; records them after the last."""
+        """Returns one layer's attention output, from all tokens or the newest ones; records them after the last.
+
+        Raises:
+            MemoryError: the recorded tokens do not fit into `max_bytes`.
+        """
         store, layer = self._store, self._layer
         first = not self._new.reads
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
         if first and layer == 0:
-            later = store.readers * query.numel() * query.element_size()
-            _reserve(store, later + self._new.bytes * store.num_layers, self._new.bytes)
-        together, entering, past = _after_recorded(store, layer, self._new)
+            more = self._new.bytes * store.num_layers + store.readers * query.numel() * query.element_size()
+            give_way(store, more, self._new.bytes)
+            check_budget(store, more)
+        before = store.recorded[layer]
+        together = self._new if before is None else before.followed_by(self._new)
+        entering = NewPrompt(store, layer, together.key, together.value, together.valid)
+        past = StoredPast.read(store, layer, entering)
         # without readers the queries of all recorded tokens are here, so that each may see other tokens
         asked = query if self._readers else together.reads[0].query
         output, _ = attend_from_newest(store, layer, past, asked, entering, together.mask, softmax)

@@ -69,23 +69,17 @@ def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None)
         valid: True for real tokens, bool [batch, tokens]; None if all are.
     """
     for tensor in (key, value):
-        peaks = [_peak(store, part) for part in tensor.split(tokens_at_once(tensor), dim=2)]
+        parts = tensor.split(tokens_at_once(tensor), dim=2)
+        if store.config.rotate:
+            # the norm bounds every element under any rotation
+            dtype = compute_dtype(tensor.dtype)
+            peaks = [torch.linalg.vector_norm(part, dim=3, dtype=dtype).amax(1) for part in parts]
+        else:
+            peaks = [part.abs().amax((1, 3)) for part in parts]
         peak = torch.cat(peaks, dim=1)
         peak = peak if valid is None else torch.where(valid, peak, 0)
         if not bool((peak <= store.value_limit).all()):
             raise unstorable(store.config, store.value_limit)
-
-
-def _peak(store: Store, tensor: Tensor) -> Tensor:
-    """Returns a bound on the magnitude of each token's stored elements, [batch, tokens].
-
-    Args:
-        tensor: keys or values of the model, [batch, heads, tokens, dim].
-    """
-    if store.config.rotate:
-        # the norm bounds every element under any rotation
-        return torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
-    return tensor.abs().amax((1, 3))
 
 
 def query_moment(store: Store, query: Tensor, valid: Tensor | None) -> Tensor | None:
