@@ -62,12 +62,7 @@ def unwrap_classes() -> None:
 
 
 def prepare_latents(config: DiffKVConfig, text_config: Any, model: Any) -> bool:
-    """Checks the precisions and wraps the classes of a model that caches latents.
-
-    Args:
-        config: configuration of the cache.
-        text_config: configuration of the model.
-        model: the model, or its configuration.
+    """Checks the precisions and wraps the classes of a model, or of its configuration, if it caches latents.
 
     Returns:
         Whether the model caches latents.
@@ -161,7 +156,9 @@ class LatentLayer(DiffKVLayer):
         """Dense copy of the stored rotary keys, [batch, 1, seen, rope_dim]."""
         return self._dense("keys")
 
-    def enter(self, module: nn.Module, query: Tensor, latent: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def enter(
+        self, module: nn.Module, query: Tensor, latent: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         """Prepares the attention of announced tokens.
 
         Args:
@@ -170,7 +167,7 @@ class LatentLayer(DiffKVLayer):
             latent: the new tokens' latents.
 
         Returns:
-            The query for `attend`, and a function that turns its output into the model's.
+            The query for `attend`, and a function that turns its output into the model's; None if it is that.
 
         Raises:
             UnsupportedModelError: the module's projection cannot be used (`Projection.of`).
@@ -186,7 +183,7 @@ class LatentLayer(DiffKVLayer):
             past = self.seen if self.pending is None else self.seen - tokens
             if projection.expands(tokens, past):
                 self.expand = module.expand_kv
-                return query, _unchanged
+                return query, None
         return projection.absorb(query), projection.values
 
     def _begin(self, key: Tensor, value: Tensor) -> None:
@@ -199,7 +196,3 @@ class LatentLayer(DiffKVLayer):
         if expand is None:
             return super()._new_tokens(key, value, valid, mask)
         return ExpandedAttention(expand, self.store, self.slot, key, value, valid, mask)
-
-
-def _unchanged(output: Tensor) -> Tensor:
-    return output
