@@ -434,10 +434,6 @@ class Store:
         high_pages = (self.high_count + (high - 1)) // high
         self.table.ensure_width(tokens, min(high, self.layout.low.capacity), high_pages)
 
-    def bounds(self, layer: int) -> Bounds:
-        """Returns the host's bounds on one layer's rows, valid until the next refresh."""
-        return self.layer_bounds[layer]
-
     @property
     def look_due(self) -> bool:
         """Whether the next generated token makes the host look at the device, which may raise."""
@@ -449,7 +445,7 @@ class Store:
 
     def scratch_fits(self) -> bool:
         """Returns whether the scratch buffers are large enough for the next step."""
-        return self.scratch is not None and self.scratch.max_tokens >= self.bounds(0).max_tokens
+        return self.scratch is not None and self.scratch.max_tokens >= self.layer_bounds[0].max_tokens
 
     @property
     def revocable(self) -> int:
