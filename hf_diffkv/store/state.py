@@ -237,9 +237,8 @@ class Store:
         return tensors + self.padding.bytes + sum(r.bytes for r in self.recorded if r is not None)
 
     def _tensors(self) -> list[Tensor]:
-        tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
-        tensors += [self.length, self.window_start, self.sink_end, self.table.table, self.alpha_high, self.alpha_low]
-        tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
+        tensors = [getattr(self, name) for name in ROW_STATE]
+        tensors += [self.table.table, self.layer_index, self.head_index, self.invalid, self.changed_past]
         tensors += [] if self.scratch is None else self.scratch.tensors()
         tensors += [] if self.lowering.moments is None else [self.lowering.moments]
         bounds = [] if self.all_bounds is None else [*self.layer_bounds, self.all_bounds]
