@@ -408,10 +408,9 @@ class DiffKVLayer(CacheLayerMixin):
         self.stores.broken = True
         self.stores.turns.end()
 
-    def restore(self, seen: int) -> None:
+    def restore(self, store: Store, slot: int, seen: int) -> None:
         """Takes the place that was assigned while loading, with `seen` tokens."""
-        self.store, self.slot = self.stores.place_of(self.index)
-        self.stores.seen[self.index] = seen
+        self.store, self.slot, self.stores.seen[self.index] = store, slot, seen
 
     def reset(self) -> None:
         """Forgets all tokens. The cache drops the stores themselves."""

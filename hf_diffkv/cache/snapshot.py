@@ -180,7 +180,7 @@ def restore_snapshot(
         for position, (index, _, seen) in enumerate(places):
             store.place_layer(position, index)
             cache.stores.assign(index, store, position)
-            layers[index].restore(seen)
+            layers[index].restore(store, position, seen)
     for layer_idx, described in content["stock_layers"].items():
         device = devices.get(int(layer_idx), other_device)
         _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors, device)

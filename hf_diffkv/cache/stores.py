@@ -183,7 +183,7 @@ class Stores:
             self.all[:] = before
             raise
         self.assign(index, store, used)
-        return self._places[index]
+        return store, used
 
     def _new_store(self, index: int, batch: int, heads: KVHeads) -> Store:
         """Makes the store of a layer, and of the layers to come if rows are lowered, so that room is made for all.
@@ -483,10 +483,6 @@ class Stores:
 
     def _on(self, device: torch.device) -> list[Store]:
         return [store for store in self.all if store.device == device]
-
-    def place_of(self, index: int) -> tuple[Store, int]:
-        """Returns the store of a placed layer, and the layer's index in it."""
-        return self._places[index]
 
     def clear(self) -> None:
         """Drops all stores and their memory."""
