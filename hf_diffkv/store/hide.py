@@ -58,7 +58,7 @@ def _share(before: Tensor, after: Tensor) -> Tensor:
 
 def _hide_paged(store: Store, moved: Tensor) -> None:
     rows = store.all_rows()
-    length = store.length[..., None].expand(store.high_count.shape).reshape(-1)
+    length = rows.length.repeat_interleave(rows.heads)
     remaining = (moved >= 0).sum(1)
     stored, keep = [], []
     for tier, layout in enumerate(rows.tiers):
