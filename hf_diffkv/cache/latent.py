@@ -32,19 +32,19 @@ EXPAND_PARAMETERS = ["kv_nope", "k_rot"]
 _wrapped = Wrapped()
 
 
-def wrap_classes(text_config: Any, model: Any = None) -> None:
+def wrap_classes(text_config: Any, model: Any) -> None:
     """Wraps `expand_kv` of the model's attention classes. A second call does nothing.
 
     Args:
         text_config: configuration of a model that caches latents.
-        model: the model, if there is one.
+        model: the model, or its configuration.
 
     Raises:
         UnsupportedModelError: no class of the model expands latents in the way that is known.
     """
-    given = model.modules() if isinstance(model, nn.Module) else ()
-    found = {type(module) for module in given if hasattr(type(module), EXPAND_METHOD)}
-    if not isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):
+        found = {kind for kind in map(type, model.modules()) if hasattr(kind, EXPAND_METHOD)}
+    else:
         found = _classes_of(text_config)
     if not found or any(_parameters(owner) != EXPAND_PARAMETERS for owner in found):
         raise UnsupportedModelError(
