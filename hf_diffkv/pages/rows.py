@@ -44,6 +44,12 @@ class PageTable:
     def width(self) -> int:
         return self.table.shape[-1]
 
+    def copy(self) -> PageTable:
+        """Returns an independent copy."""
+        twin = object.__new__(PageTable)
+        twin.table = self.table.clone()
+        return twin
+
     def ensure_width(self, tokens: int, capacity: int, high_pages: Tensor) -> None:
         """Widens the rows for `tokens` tokens.
 

@@ -8,7 +8,6 @@ Pages are reference-counted. The last owner keeps the pool and its pages without
 from __future__ import annotations
 
 import weakref
-from copy import deepcopy
 from dataclasses import replace
 
 from ..pages import NULL_PAGE, PagePool, PageTable
@@ -55,7 +54,7 @@ def make_private(store: Store) -> None:
         # all copies before the first change, as each may fail
         pool, table = store.private_pages()
         own = {name: getattr(store, name).clone() for name in (*ROW_STATE, "flag", "invalid", "changed_past")}
-        own |= {"pool": pool, "table": table, "padding": deepcopy(store.padding), "recorded": list(store.recorded)}
+        own |= {"pool": pool, "table": table, "padding": store.padding.copy(), "recorded": list(store.recorded)}
         moments = None if store.lowering.moments is None else store.lowering.moments.clone()
         with Changing(store):
             store.finalizer()

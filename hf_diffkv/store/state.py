@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from dataclasses import replace
@@ -90,6 +89,12 @@ class Padding:
         """Returns the real positions, bool [batch, length]."""
         ones = torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
         return ones if self._valid is None else self._valid[:, : self.length]
+
+    def copy(self) -> Padding:
+        """Returns an independent copy."""
+        twin = Padding(self.batch_size, self.device)
+        twin.length, twin._valid = self.length, None if self._valid is None else self._valid.clone()
+        return twin
 
     def select(self, index: Tensor) -> None:
         self.batch_size = index.numel()
@@ -284,7 +289,7 @@ class Store:
     def private_pages(self) -> tuple[PagePool, PageTable]:
         """Copies the pages in the table to a new pool; returns the pool and its table."""
         pool, fresh = self.pool.copy_of(self.owned_pages().long())
-        table = copy.deepcopy(self.table)
+        table = self.table.copy()
         table.table[table.table != NULL_PAGE] = fresh.to(torch.int32)
         return pool, table
 

@@ -185,7 +185,7 @@ def test_a_fork_that_gets_no_memory_leaves_its_twin_whole(monkeypatch: pytest.Mo
     run, expected = begun(), begun()
     fork = run.on(run.cache.fork(1)[0])
     for _ in range(2):
-        end = failing(monkeypatch, forks, "deepcopy", True)
+        end = failing(monkeypatch, state.Padding, "copy", True)
         with pytest.raises(Failure):
             step(fork)
         end()
