@@ -98,7 +98,7 @@ class Layer:
         refresh(layer.store)
         store, projection = layer.store, Projection.of(self.module, self.latent)
         absorbed = projection.absorb(self.query)
-        bounds = store.bounds(0)
+        bounds = store.layer_bounds[0]
         options = {"bounds": bounds, "scratch": prepare_scratch(store, absorbed[:, :, 0], bounds.max_tokens)}
 
         def call() -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import KVHeads, PromptAttention, StepAttention, Store, begin_forward
+from hf_diffkv.store import KVHeads, PromptAttention, StepAttention, Store, begin_forward, move_rows, prepare_rows
 
 
 def new_store(config: DiffKVConfig, layers: int, batch: int, *heads: object, **sizes: object) -> Store:
@@ -57,3 +57,9 @@ def attend(store: Store, layer: int, states: Iterable[Tensor], softmax: Softmax,
     if query.shape[2] == 1 and store.seen > 1:
         return attend_step(store, layer, query, key, value, softmax, None if valid is None else valid[:, 0])
     return attend_prompt(store, layer, query, key, value, softmax, valid)
+
+
+def select_rows(store: Store, index: Tensor) -> None:
+    """Request i becomes the former request index[i]."""
+    prepare_rows(store, index)
+    move_rows(store, index)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
 
 # attribute of a causal mask with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
-# the operator's work on the host must not be lost in a graph that the compiler captures (older releases: no tag)
-_TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 # arguments that models pass along and that do not change attention
 HARMLESS = {
     "cache",
@@ -128,41 +126,33 @@ def diffkv_attention(
         if reads and not torch.compiler.is_compiling():
             _check_not_moved(key)
         output = dense_attention(query, key, value, attention_mask, softmax, dropout, causal)
+        return output.transpose(1, 2).contiguous(), None
+    # a mask defines visibility by itself
+    if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
+        raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
+    if dropout:
+        _warn_of_dropout(type(module).__name__, dropout)
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        # the operator picks up the tokens when it runs
+        layer.stores.pending = None
+    elif getattr(key, DEFERRED, False) and not reads:
+        # the compiled graph broke between `update` and here
+        layer.stores.pending = None
+        layer.announce(key, value)
+    leave = None
+    if layer.has_latents:
+        query, leave = layer.enter(module, query, value)
+    if compiling:
+        place = (layer.stores.order, layer.handle, reads)
+        with torch.no_grad():
+            output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
     else:
-        # a mask defines visibility by itself
-        if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
-            raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
-        if dropout:
-            _warn_of_dropout(type(module).__name__, dropout)
-        if torch.compiler.is_compiling():
-            # the operator picks up the tokens when it runs
-            layer.stores.pending = None
-            place = (layer.stores.order, layer.handle, reads)
-            query, leave = _enter(layer, module, query, value)
-            with torch.no_grad():
-                output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
-            if torch.is_grad_enabled():
-                output = _NoGradient.apply(output, query, key, value)
-            return leave(output).transpose(1, 2).contiguous(), None
-        if layer.stores.capturing:
-            query, leave = _enter(layer, module, query, value)
-            output = layer.attend_captured(query, key, value, attention_mask, softmax)
-            return leave(output).transpose(1, 2).contiguous(), None
-        if getattr(key, DEFERRED, False) and not reads:
-            # the compiled graph broke between `update` and here
-            layer.stores.pending = None
-            layer.announce(key, value)
-        query, leave = _enter(layer, module, query, value)
-        if layer.pending is None:
-            output = layer.read(query, key, attention_mask, softmax)
-        else:
-            shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
-            output = layer.attend(query, softmax, valid, mask, shown)
-            layer.expect(attention_mask)
+        output = _attend_now(layer, query, key, value, attention_mask, softmax)
         layer.done()
-        if torch.is_grad_enabled():
-            output = _NoGradient.apply(output, query, key, value)
-        output = leave(output)
+    if torch.is_grad_enabled():
+        output = _NoGradient.apply(output, query, key, value)
+    output = output if leave is None else leave(output)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -174,13 +164,6 @@ def _warn_of_dropout(name: str, dropout: float) -> None:
         "model.eval() before generating.",
         stacklevel=3,
     )
-
-
-def _enter(
-    layer: DiffKVLayer, module: nn.Module, query: Tensor, value: Tensor
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Returns the query that `layer` attends with, and a function that turns its output into the model's."""
-    return layer.enter(module, query, value) if layer.has_latents else (query, lambda output: output)
 
 
 def _check_not_moved(key: Tensor) -> None:
@@ -308,7 +291,8 @@ def _as_bool(mask: Tensor) -> Tensor:
     return mask == 0
 
 
-@torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)
+# the operator's work on the host must not be lost in a graph that the compiler captures
+@torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=(torch.Tag.cudagraph_unsafe,))
 def attend(
     states: Sequence[Tensor],
     mask: Tensor | None,
@@ -319,7 +303,7 @@ def attend(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Runs a layer's `update` and `attend`, its `read`, or within a captured step its `attend_captured`.
+    """Runs a layer's `announce` and `attend`, its `read`, or within a captured step its `attend_captured`.
 
     Args:
         states: query, key and value, with the shapes of these methods.
@@ -342,18 +326,25 @@ def attend_at(
     reads: bool,
 ) -> Tensor:
     """Runs the operator `attend` on a layer; arguments as in `attend`."""
-    if layer.stores.capturing:
-        return layer.attend_captured(query, key, value, mask, softmax).contiguous()
-    if reads:
-        output = layer.read(query, key, mask, softmax).contiguous()
-    else:
-        if layer.pending is None:  # else `update` ran outside of the graph
-            layer.announce(key, value)
-        shown, valid, among = split_mask(mask, layer, key.shape[2])
-        output = layer.attend(query, softmax, valid, among, shown).contiguous()
-        layer.expect(mask)
+    if not reads and layer.pending is None:  # else `update` ran outside of the graph
+        layer.announce(key, value)
+    output = _attend_now(layer, query, key, value, mask, softmax).contiguous()
     if not layer.stores.beside_others:  # else the other layers get their tokens after the graph has run
         layer.done()
+    return output
+
+
+def _attend_now(
+    layer: DiffKVLayer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax
+) -> Tensor:
+    """Attends with announced tokens, as a reader if there are none, or within a captured step."""
+    if layer.stores.capturing:
+        return layer.attend_captured(query, key, value, mask, softmax)
+    if layer.pending is None:
+        return layer.read(query, key, mask, softmax)
+    shown, valid, among = split_mask(mask, layer, key.shape[2])
+    output = layer.attend(query, softmax, valid, among, shown)
+    layer.expect(mask)
     return output
 
 

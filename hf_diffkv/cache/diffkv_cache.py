@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_folder
-from ..store import check_integrity, commit_together, fork_store, is_recording, levels, read_tokens, revocable, settle
+from ..store import check_integrity, commit_together, fork_store, levels, read_tokens, settle
 from .devices import TensorParallel, absent_layers, are_apart, layer_devices, main_device
 from .errors import HandOverError, another_batch
 from .held_tokens import HeldTokens
@@ -441,12 +441,12 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             )
         self.check_handover()
         # with two tokenizers an assistant's text may change further back; it is given all of it again
-        if self.usage.drafts and any(revocable(store) < -tokens_to_remove for store in self.stores.all):
+        if self.usage.drafts and any(store.revocable < -tokens_to_remove for store in self.stores.all):
             return self.start_over()
         for layer in self.layers:
             check_croppable(layer, tokens_to_remove)
         seen = self.get_seq_length()
-        recording = list(filter(is_recording, self.stores.all))
+        recording = [store for store in self.stores.all if store.revocable]
         # until all layers agree, an error leaves the cache like this
         self.stores.broken = True
         try:
@@ -455,7 +455,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         except (ValueError, MemoryError) as error:
             # other ranks may have stored their tokens already
             apart = isinstance(error, MemoryError) and self.stores.tensor_parallel.size > 1
-            self.stores.broken = apart or not all(map(is_recording, recording))
+            self.stores.broken = apart or not all(store.revocable for store in recording)
             raise
         for i, layer in enumerate(self.layers):
             if isinstance(layer, DiffKVLayer):

@@ -83,11 +83,8 @@ def load_cache(
     """Reads a cache that `save_cache` wrote.
 
     Args:
-        make_cache: function that makes an empty cache from a model or its configuration.
         model: model, or its configuration, in which case weights are not compared.
-        parallel: the model's ranks.
-        devices: device by layer index.
-        other_device: device of layers that `devices` does not name.
+        parallel: the model's ranks. Other arguments as in `restore_snapshot`.
 
     Raises:
         FileNotFoundError: no cache was saved there.

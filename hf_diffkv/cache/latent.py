@@ -32,19 +32,19 @@ EXPAND_PARAMETERS = ["kv_nope", "k_rot"]
 _wrapped = Wrapped()
 
 
-def wrap_classes(text_config: Any, model: Any = None) -> None:
+def wrap_classes(text_config: Any, model: Any) -> None:
     """Wraps `expand_kv` of the model's attention classes. A second call does nothing.
 
     Args:
         text_config: configuration of a model that caches latents.
-        model: the model, if there is one.
+        model: the model, or its configuration.
 
     Raises:
         UnsupportedModelError: no class of the model expands latents in the way that is known.
     """
-    given = model.modules() if isinstance(model, nn.Module) else ()
-    found = {type(module) for module in given if hasattr(type(module), EXPAND_METHOD)}
-    if not isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):
+        found = {kind for kind in map(type, model.modules()) if hasattr(kind, EXPAND_METHOD)}
+    else:
         found = _classes_of(text_config)
     if not found or any(_parameters(owner) != EXPAND_PARAMETERS for owner in found):
         raise UnsupportedModelError(
@@ -62,12 +62,7 @@ def unwrap_classes() -> None:
 
 
 def prepare_latents(config: DiffKVConfig, text_config: Any, model: Any) -> bool:
-    """Checks the precisions and wraps the classes of a model that caches latents.
-
-    Args:
-        config: configuration of the cache.
-        text_config: configuration of the model.
-        model: the model, or its configuration.
+    """Checks the precisions and wraps the classes of a model, or of its configuration, if it caches latents.
 
     Returns:
         Whether the model caches latents.
@@ -161,7 +156,9 @@ class LatentLayer(DiffKVLayer):
         """Dense copy of the stored rotary keys, [batch, 1, seen, rope_dim]."""
         return self._dense("keys")
 
-    def enter(self, module: nn.Module, query: Tensor, latent: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def enter(
+        self, module: nn.Module, query: Tensor, latent: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         """Prepares the attention of announced tokens.
 
         Args:
@@ -170,7 +167,7 @@ class LatentLayer(DiffKVLayer):
             latent: the new tokens' latents.
 
         Returns:
-            The query for `attend`, and a function that turns its output into the model's.
+            The query for `attend`, and a function that turns its output into the model's; None if it is that.
 
         Raises:
             UnsupportedModelError: the module's projection cannot be used (`Projection.of`).
@@ -186,7 +183,7 @@ class LatentLayer(DiffKVLayer):
             past = self.seen if self.pending is None else self.seen - tokens
             if projection.expands(tokens, past):
                 self.expand = module.expand_kv
-                return query, _unchanged
+                return query, None
         return projection.absorb(query), projection.values
 
     def _begin(self, key: Tensor, value: Tensor) -> None:
@@ -198,8 +195,4 @@ class LatentLayer(DiffKVLayer):
         expand, self.expand = self.expand, None
         if expand is None:
             return super()._new_tokens(key, value, valid, mask)
-        return ExpandedAttention(self.store, self.slot, key, value, expand, valid, mask)
-
-
-def _unchanged(output: Tensor) -> Tensor:
-    return output
+        return ExpandedAttention(expand, self.store, self.slot, key, value, valid, mask)

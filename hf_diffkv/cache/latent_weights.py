@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,12 +162,10 @@ def _plain(value: Any) -> Any:
     """Returns options in a form that can be compared later; of objects only the identity counts."""
     if isinstance(value, dict):
         return tuple((name, _plain(held)) for name, held in value.items() if name not in _INTERNAL)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(_plain(held) for held in _ordered(value))
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return id(value)
-
-
-def _ordered(values: Iterable[Any]) -> Iterable[Any]:
-    return sorted(values, key=repr) if isinstance(values, (set, frozenset)) else values

@@ -267,7 +267,7 @@ class DiffKVLayer(CacheLayerMixin):
     def abandon(self, tokens: int) -> None:
         """Takes back `tokens` announced tokens after an error in their attention, or marks the cache as broken."""
         self.pending = self.stores.pending = None
-        self._forget_awaited()
+        self.awaited = self.stores.awaited = None
         if self.stores.abandon(self.index, tokens):
             self.reset()
 
@@ -332,7 +332,7 @@ class DiffKVLayer(CacheLayerMixin):
         return PromptAttention(*inputs, valid, mask)
 
     def done(self) -> None:
-        """Ends the forward if all layers have their tokens."""
+        """Ends the forward if all layers have their tokens; a captured step ends by itself."""
         turns = self.stores.turns
         if self.is_last or turns.last_layer_came:
             turns.layer_done(self.is_last, self.stores.awaited is not None)
@@ -404,18 +404,13 @@ class DiffKVLayer(CacheLayerMixin):
 
     def give_up(self) -> None:
         """Marks the cache as broken after a reader failed, as earlier layers have already stored the tokens."""
-        self._forget_awaited()
+        self.awaited = self.stores.awaited = None
         self.stores.broken = True
         self.stores.turns.end()
 
-    def _forget_awaited(self) -> None:
-        """Cancels outstanding reads."""
-        self.awaited = self.stores.awaited = None
-
-    def restore(self, seen: int) -> None:
+    def restore(self, store: Store, slot: int, seen: int) -> None:
         """Takes the place that was assigned while loading, with `seen` tokens."""
-        self.store, self.slot = self.stores.place_of(self.index)
-        self.stores.seen[self.index] = seen
+        self.store, self.slot, self.stores.seen[self.index] = store, slot, seen
 
     def reset(self) -> None:
         """Forgets all tokens. The cache drops the stores themselves."""

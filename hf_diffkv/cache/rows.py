@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from numbers import Integral
 from typing import Any
 
@@ -104,13 +105,7 @@ def as_index(name: str, given: Any) -> Tensor:
 
 def rows_held(layers: Sequence[Any]) -> int:
     """Returns the number of sequences that Transformers' own layers hold; 0 if they are empty."""
-    states = (state for layer in layers for state in _states(layer))
-    return next((state.shape[0] for state in states if state is not None and state.numel() > 0), 0)
-
-
-def _states(layer: Any) -> list[Tensor | None]:
-    found = [getattr(layer, "keys", None)]
-    for name in ("conv_states", "recurrent_states"):
-        states = getattr(layer, name, None) or ()
-        found.extend(states.values() if isinstance(states, Mapping) else states)
-    return found
+    held = [getattr(layer, "keys", None) for layer in layers]
+    for layer, name in product(layers, ("conv_states", "recurrent_states")):
+        held.extend(getattr(layer, name, {}).values())
+    return next((state.shape[0] for state in held if state is not None and state.numel() > 0), 0)

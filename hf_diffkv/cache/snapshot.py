@@ -36,12 +36,7 @@ QUERY_MOMENTS = "query_moments"
 
 
 class CacheContents(Protocol):
-    """The parts of a cache that reports and snapshots read.
-
-    Attributes:
-        layers: one cache layer for each layer of the model, compressed or Transformers' own.
-        model_fingerprint: digest of the model's configuration (`snapshot.model_fingerprint`).
-    """
+    """The parts of `DiffKVCache` that reports and snapshots use."""
 
     layers: list[Any]
     stores: Stores
@@ -49,23 +44,12 @@ class CacheContents(Protocol):
     config: DiffKVConfig
     model_fingerprint: str
 
-    def compressed_layers(self) -> list[int]:
-        """Returns the indices of the compressed layers."""
-
-    def levels(self, layer_idx: int) -> Tensor:
-        """Returns levels, int8 [batch, kv_heads, seen], like `DiffKVCache.levels`."""
-
-    def get_seq_length(self) -> int:
-        """Returns the number of tokens seen."""
-
-    def check_handover(self) -> None:
-        """Raises `HandOverError` unless every layer stored all announced keys and values."""
-
-    def attach(self, model: Any) -> None:
-        """Tells the cache on which devices and processes `model` runs."""
-
-    def check_integrity(self) -> None:
-        """Raises `IntegrityError` if pages, counts and tables disagree."""
+    def compressed_layers(self) -> list[int]: ...
+    def levels(self, layer_idx: int) -> Tensor: ...
+    def get_seq_length(self) -> int: ...
+    def check_handover(self) -> None: ...
+    def attach(self, model: Any) -> None: ...
+    def check_integrity(self) -> None: ...
 
 
 CacheT = TypeVar("CacheT", bound=CacheContents)
@@ -196,7 +180,7 @@ def restore_snapshot(
         for position, (index, _, seen) in enumerate(places):
             store.place_layer(position, index)
             cache.stores.assign(index, store, position)
-            layers[index].restore(seen)
+            layers[index].restore(store, position, seen)
     for layer_idx, described in content["stock_layers"].items():
         device = devices.get(int(layer_idx), other_device)
         _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors, device)
@@ -239,7 +223,7 @@ def weights_fingerprint(model: Any) -> str:
 
 
 def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    if any(recorded is not None for recorded in store.recorded):
+    if store.revocable:
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before saving.")
     settle(store)
     store.look()

@@ -170,56 +170,52 @@ class Stores:
         heads = KVHeads(*dims, key.dtype, key.device, self.latent)
         config = self.of_layer(index, key.shape[1])
         store = next((store for store in self.all if self._fits(store, batch, heads, config)), None)
-        used, before = 0 if store is None else self._used(store), list(self.all)
-        if store is None:
-            held = self.all[0].batch_size if self.all else batch
-            if held != batch:
-                raise ValueError(f"this cache holds {held} sequences but the model was called with {batch}.")
-            store = self._new_store(index, batch, heads)
-        store.place_layer(used, index)
-        alphas = (config.alpha_high, config.alpha_low)
-        share = self.tensor_parallel.share
+        before = list(self.all)
         try:
+            if store is None:
+                store = self._new_store(index, batch, heads)
+            used = self._used(store)
+            store.place_layer(used, index)
+            alphas = (config.alpha_high, config.alpha_low)
+            share = self.tensor_parallel.share
             store.set_thresholds(used, *(share(a, store.num_heads) if isinstance(a, tuple) else a for a in alphas))
-        except ValueError:
-            # made just now, perhaps with others
-            self.all[:] = [each for each in self.all if each in before]
+        except BaseException:
+            self.all[:] = before
             raise
         self.assign(index, store, used)
-        return self._places[index]
+        return store, used
 
     def _new_store(self, index: int, batch: int, heads: KVHeads) -> Store:
         """Makes the store of a layer, and of the layers to come if rows are lowered, so that room is made for all.
 
         Raises:
-            ValueError, MemoryError: raised by `Store` and `update_limit`; no store was made.
+            ValueError: the cache holds another number of sequences, or raised by `Store`.
+            MemoryError: raised by `Store` and `update_limit`. The caller drops what was made until then.
         """
-        before = list(self.all)
-        try:
-            for layer in (index, *self._to_come(index, heads.device)):
-                known = None if layer == index else self.shapes.get(layer)
-                sizes = {} if known is None else dict(zip(("num_heads", "key_dim", "value_dim"), known))
-                wanted = dataclasses.replace(heads, **sizes)
-                if layer != index and any(self._fits(store, batch, wanted, self.configs[layer]) for store in self.all):
-                    continue
-                store = self.make_store(layer, self._layers_to_come(heads.device, layer), batch, wanted)
-                store.recording = self.recording
-                for slot, other in enumerate(self._alike(heads.device, layer) if store.lowering.active else ()):
-                    store.place_layer(slot, other)
-                    self._note_final(other, store, slot)
-                self.all.append(store)
-                self._make_room_beside(store)
-        except BaseException:
-            self.all[:] = before
-            raise
-        return self.all[len(before)]
+        first = len(self.all)
+        if first and self.all[0].batch_size != batch:
+            held = self.all[0].batch_size
+            raise ValueError(f"this cache holds {held} sequences but the model was called with {batch}.")
+        for layer in (index, *self._to_come(index, heads.device)):
+            known = None if layer == index else self.shapes.get(layer)
+            sizes = {} if known is None else dict(zip(("num_heads", "key_dim", "value_dim"), known))
+            wanted = dataclasses.replace(heads, **sizes)
+            if layer != index and any(self._fits(store, batch, wanted, self.configs[layer]) for store in self.all):
+                continue
+            store = self.make_store(layer, self._layers_to_come(heads.device, layer), batch, wanted)
+            store.recording = self.recording
+            for slot, other in enumerate(self._alike(heads.device, layer) if store.lowering.active else ()):
+                store.place_layer(slot, other)
+                self._note_final(other, store, slot)
+            self.all.append(store)
+            self._make_room_beside(store)
+        return self.all[first]
 
     def _to_come(self, index: int, device: torch.device) -> list[int]:
         """Returns the layers after layer `index` that need a place on `device`, if rows are lowered for a budget."""
         if self.config.precise is None:
             return []
-        open_layers = sorted(set(range(index + 1, self.num_layers)) - set(self._places) - self.absent)
-        return [layer for layer in open_layers if self.devices is None or self.devices[layer] == device]
+        return [layer for layer in self._without_place(device) if layer > index]
 
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
@@ -278,10 +274,13 @@ class Stores:
 
     def _alike(self, device: torch.device, index: int) -> list[int]:
         """Returns the layers without a place that may need one on `device`, with heads and pages like layer `index`."""
-        open_layers = sorted(set(range(self.num_layers)) - set(self._places) - self.absent)
-        alike = [layer for layer in open_layers if same_pages(self.configs[layer], self.configs[index])]
-        alike = [layer for layer in alike if self.shapes.get(layer) == self.shapes.get(index)]
-        return [layer for layer in alike if self.devices is None or self.devices[layer] == device]
+        alike = [layer for layer in self._without_place(device) if same_pages(self.configs[layer], self.configs[index])]
+        return [layer for layer in alike if self.shapes.get(layer) == self.shapes.get(index)]
+
+    def _without_place(self, device: torch.device) -> list[int]:
+        """Returns the layers without a place that may need one on `device`."""
+        left = sorted(set(range(self.num_layers)) - set(self._places) - self.absent)
+        return [layer for layer in left if self.devices is None or self.devices[layer] == device]
 
     def of_layer(self, index: int, heads: int) -> DiffKVConfig:
         """Returns the configuration of a layer with `heads` KV heads here.
@@ -484,10 +483,6 @@ class Stores:
 
     def _on(self, device: torch.device) -> list[Store]:
         return [store for store in self.all if store.device == device]
-
-    def place_of(self, index: int) -> tuple[Store, int]:
-        """Returns the store of a placed layer, and the layer's index in it."""
-        return self._places[index]
 
     def clear(self) -> None:
         """Drops all stores and their memory."""

@@ -10,6 +10,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -29,6 +30,11 @@ REFUSED_TYPES = {
     "mllama_text_model": "keeps keys and values of images in layers that texts skip",
     "minimax": "brings a cache class of its own",
 }
+# layers of Transformers' own that hold all tokens, or all of a window
+KNOWN_KINDS = (
+    *(DynamicLayer, DynamicSlidingWindowLayer),
+    *(LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
+)
 
 
 def check_model_config(model_config: Any) -> None:
@@ -74,7 +80,8 @@ def cache_layers(text_config: Any) -> list[Any]:
         UnsupportedModelError: some layers attend to a selection of tokens, or the model has no attention layers.
     """
     layers = list(DynamicCache(config=text_config).layers)
-    foreign = {type(layer).__name__ for layer in layers if isinstance(layer, DynamicLayer) and not _is_known(layer)}
+    kinds = {type(layer) for layer in layers if isinstance(layer, DynamicLayer)}
+    foreign = {kind.__name__ for kind in kinds.difference(KNOWN_KINDS)}
     if foreign:
         raise UnsupportedModelError(
             f"{text_config.model_type} keeps {', '.join(sorted(foreign))} in its cache: its layers choose the tokens "
@@ -85,11 +92,6 @@ def cache_layers(text_config: Any) -> list[Any]:
             f"{text_config.model_type} has no attention layers, so there are no keys and values to compress."
         )
     return layers
-
-
-def _is_known(layer: DynamicLayer) -> bool:
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
-    return type(layer) in kinds or type(layer).__name__ == "LinearAttentionAndSlidingWindowAttentionLayer"
 
 
 def shared_layers(text_config: Any) -> dict[int, tuple[int, ...]]:

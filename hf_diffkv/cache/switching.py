@@ -12,7 +12,7 @@ from typing import Any
 from ..compat import attention_of, attentions_of, set_attentions
 from ..import_hook import NAME, PAGED_NAME
 from .errors import UnsupportedModelError
-from .supported_models import check_attention, check_model_config
+from .supported_models import check_attention
 
 _logger = logging.getLogger("hf_diffkv")
 
@@ -72,9 +72,8 @@ def ensure_attention(model: Any) -> None:
     """Switches the decoder of `model` to the "diffkv" attention; `attention_set_back` restores the former one.
 
     Raises:
-        UnsupportedModelError: the model's attention cannot be switched, or the cache cannot work with the model.
+        UnsupportedModelError: the model's attention cannot be switched.
     """
-    check_model_config(model.config)
     check_attention(model)
     with _lock:
         # outside of calls nothing is restored

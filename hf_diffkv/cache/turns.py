@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from types import FrameType
 
@@ -38,14 +38,6 @@ class _Use(Enum):
     BETWEEN = 3
 
 
-class _Ticket:
-    """A thread that waits for its turn; the lock `granted` is held until then."""
-
-    def __init__(self, thread: int, use: _Use) -> None:
-        self.thread, self.use, self.granted = thread, use, threading.Lock()
-        self.granted.acquire()
-
-
 class ForwardTurns:
     """The turns at one cache. In copies and forked processes nobody has the turn at first.
 
@@ -59,8 +51,10 @@ class ForwardTurns:
 
     def __init__(self, last_layer: int = -1, halfway: bool = False) -> None:
         self.last_layer, self.halfway = last_layer, halfway
-        self._mutex = threading.Lock()
-        self._waiting: deque[_Ticket] = deque()
+        # notified when the turn is free; its lock guards the turn
+        self._freed = threading.Condition()
+        # an object for each thread that waits, in the order of their requests
+        self._waiting: deque[object] = deque()
         self._thread: int | None = None
         self._use: _Use | None = None
         # index of the layer that the current forward reached last; infinite if none is under way, so that any layer
@@ -99,15 +93,12 @@ class ForwardTurns:
 
     def _begin(self) -> None:
         thread = threading.get_ident()
-        with self._mutex:
-            ticket = None
-            if self._thread != thread or self._use is _Use.FORWARD:
-                if self._thread == thread:
-                    # the previous forward had fewer layers, or was aborted
-                    self._pass_on()
-                ticket = self._ask(thread, _Use.FORWARD)
-        if ticket is not None:
-            self._wait(ticket)
+        with self._freed:
+            if self._thread == thread and self._use is _Use.FORWARD:
+                # the previous forward had fewer layers, or was aborted
+                self._free()
+            if self._thread != thread:
+                self._wait(thread, _Use.FORWARD)
         self.last_layer_came, self.last_forward = False, thread
 
     def layer_done(self, is_last: bool, awaits_readers: bool) -> None:
@@ -127,25 +118,20 @@ class ForwardTurns:
         Args:
             undone: whether the cache is as it was before the forward.
         """
-        with self._mutex:
+        with self._freed:
             if self._use is _Use.FORWARD:
                 if undone:
                     self._until = -1
-                self._pass_on()
+                self._free()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Takes the turn for a forward that ends with the block."""
-        nested = self._take(_Use.STEP, True)
-        self.last_forward = threading.get_ident()
-        try:
+        with self._turn(_Use.STEP, True):
+            self.last_forward = threading.get_ident()
             yield
-        finally:
-            if not nested:
-                self._give_back()
 
-    @contextmanager
-    def between(self, whatever_runs: bool = False) -> Iterator[None]:
+    def between(self, whatever_runs: bool = False) -> AbstractContextManager[None]:
         """Takes a turn between two forwards, after waiting for a forward of another thread to end.
 
         Args:
@@ -154,21 +140,26 @@ class ForwardTurns:
         Raises:
             HandOverError: this thread's forward is under way.
         """
-        nested = self._take(_Use.BETWEEN, whatever_runs)
-        try:
-            yield
-        finally:
-            if not nested:
-                self._give_back()
+        return self._turn(_Use.BETWEEN, whatever_runs)
 
     def within_module(self) -> bool:
         """Returns whether this thread is within a module, as in a forward."""
         return module_frames(sys._getframe()) > self.outer
 
+    @contextmanager
+    def _turn(self, use: _Use, whatever_runs: bool) -> Iterator[None]:
+        nested = self._take(use, whatever_runs)
+        try:
+            yield
+        finally:
+            if not nested:
+                with self._freed:
+                    self._free()
+
     def _take(self, use: _Use, whatever_runs: bool) -> bool:
         """Waits for a turn. Returns whether this thread had it already."""
         thread = threading.get_ident()
-        with self._mutex:
+        with self._freed:
             mine = self._thread == thread
             step, forward = mine and self._use is _Use.STEP, mine and self._use is _Use.FORWARD
             if not whatever_runs and (step or forward and self.within_module()):
@@ -176,59 +167,33 @@ class ForwardTurns:
             if forward:
                 # the forward is over without its last layer
                 self._leave()
-                self._grant(thread, use)
-                return False
-            if mine:
-                return True
-            ticket = self._ask(thread, use)
-        if ticket is not None:
-            self._wait(ticket)
-        return False
+                self._use = use
+            elif not mine:
+                self._wait(thread, use)
+            return mine and not forward
 
-    def _give_back(self) -> None:
-        with self._mutex:
-            self._pass_on()
-
-    def _ask(self, thread: int, use: _Use) -> _Ticket | None:
-        """Takes the turn if nobody has it, else queues up and returns the ticket."""
-        if self._thread is None:
-            self._grant(thread, use)
-            return None
-        ticket = _Ticket(thread, use)
-        self._waiting.append(ticket)
-        return ticket
-
-    def _grant(self, thread: int, use: _Use) -> None:
+    def _wait(self, thread: int, use: _Use) -> None:
+        """Takes the turn after all threads that have asked for it before."""
+        mine = object()
+        self._waiting.append(mine)
+        try:
+            while self._thread is not None or self._waiting[0] is not mine:
+                if not self._freed.wait(LOOK_SECONDS) and self._thread is not None and not self._runs():
+                    self._free()
+        finally:
+            self._waiting.remove(mine)
         self._thread, self._use = thread, use
 
-    def _pass_on(self) -> None:
-        """Gives the turn to the thread that has waited longest."""
+    def _free(self) -> None:
+        """Gives up the turn."""
         self._leave()
-        if self._waiting:
-            ticket = self._waiting.popleft()
-            self._grant(ticket.thread, ticket.use)
-            ticket.granted.release()
-        else:
-            self._thread = self._use = None
+        self._thread = self._use = None
+        self._freed.notify_all()
 
     def _leave(self) -> None:
         """Notes that no forward is under way."""
         self.halfway |= self._place < self._until
         self._place, self._until = float("inf"), -1
-
-    def _wait(self, ticket: _Ticket) -> None:
-        try:
-            while not ticket.granted.acquire(timeout=LOOK_SECONDS):
-                with self._mutex:
-                    if self._thread is not None and not self._runs():
-                        self._pass_on()
-        except BaseException:
-            with self._mutex:
-                if ticket in self._waiting:
-                    self._waiting.remove(ticket)
-                else:
-                    self._pass_on()
-            raise
 
     def _runs(self) -> bool:
         """Returns whether the turn's thread lives and, for a forward, is within a module."""

@@ -11,8 +11,8 @@ from ..ops.backend import compute_dtype
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
 from ..store import KVHeads, Store, begin_forward, read_tokens
-from ..store.prompt import StoredPast, compress
-from ..store.transform import NewPrompt, query_moment
+from ..store.prompt import StoredPast, admitted, compress
+from ..store.transform import query_moment
 from .watched import WatchedLayer
 
 
@@ -28,7 +28,7 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
     store = Store(config, 1, key.shape[0], heads)
     begin_forward(store, key.shape[2])
     store.note_logits(0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
-    new = NewPrompt.checked(store, 0, key, value, None)
+    new = admitted(store, 0, key, value, None)
     past = StoredPast.read(store, 0, new)
     moments = [query_moment(store, query, None) for query in layer.queries]
     compress(store, 0, past, new, None, None if moments[0] is None else sum(moments[1:], start=moments[0]))

@@ -186,7 +186,7 @@ class LayerRows:
 
     def held_count(self) -> Tensor:
         """Returns the number of exact tokens of each request, int64 [batch]."""
-        return held_count(self.window_start, self.length, self.sink_end)
+        return (self.length - self.window_start).clamp(min=0) + torch.minimum(self.length, self.sink_end)
 
     def slots_of(self, row: Tensor, token: Tensor) -> Tensor:
         """Returns the window slots of exact tokens, given row and index of each, int64 [n]."""
@@ -294,10 +294,7 @@ class EarlierTokens:
         stored: length of the longest stored row, window included. A row's tokens are ranked high, low, window, each in
             stored order.
         key, value: exact tokens that follow the stored ones, [batch, kv_heads, tokens, dim]; None without any.
-        valid: True for exact tokens that exist, bool [batch, kv_heads, tokens].
-
-    Raises:
-        ValueError: only some of `key`, `value` and `valid` are given.
+        valid: True for exact tokens that exist, bool [batch, kv_heads, tokens]; given with `key` and `value`.
     """
 
     rows: LayerRows | None = None
@@ -305,11 +302,6 @@ class EarlierTokens:
     key: Tensor | None = None
     value: Tensor | None = None
     valid: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        given = [part is not None for part in (self.key, self.value, self.valid)]
-        if any(given) and not all(given):
-            raise ValueError("earlier tokens need a key, a value and valid together.")
 
     @property
     def exact(self) -> int:
@@ -325,43 +317,30 @@ class EarlierTokens:
 NO_PAST = EarlierTokens()
 
 
-def slots_of(position: Tensor, sink_end: Tensor | None, sink_slots: int, slots: int) -> Tensor:
+def slots_of(position: Tensor, sink_end: Tensor, sink_slots: int, slots: int) -> Tensor:
     """Returns the window slots of exact tokens, int64.
 
     Args:
         position: index of each token, int64.
-        sink_end: end of the sinks, int64, broadcastable to `position`; None without sinks.
+        sink_end: end of the sinks, int64, broadcastable to `position`.
         sink_slots: number of a window's slots reserved for sinks.
         slots: number of a window's slots.
     """
-    slot = sink_slots + position % (slots - sink_slots)
-    return slot if sink_end is None else torch.where(position < sink_end, position, slot)
+    return torch.where(position < sink_end, position, sink_slots + position % (slots - sink_slots))
 
 
-def held_tokens(start: Tensor, length: Tensor, sink_end: Tensor | None, sink_slots: int, slots: int) -> Tensor:
+def held_tokens(start: Tensor, length: Tensor, sink_end: Tensor, sink_slots: int, slots: int) -> Tensor:
     """Returns the token in each window slot, int64 [..., slots], -1 for none.
 
     Args:
-        start, length, sink_end: bounds of the windows, int64 [...]; `sink_end` None without sinks.
+        start, length, sink_end: bounds of the windows, int64 [...].
         sink_slots: number of a window's slots reserved for sinks.
         slots: number of a window's slots.
     """
-    start, length = start[..., None], length[..., None]
+    start, length, sink_end = (bound[..., None] for bound in (start, length, sink_end))
     ring = torch.arange(slots - sink_slots, device=length.device)
     # slot s of the ring holds the newest token i < length with i % R == s
     token = length - 1 - (length - 1 - ring) % ring.numel()
     token = torch.where(token >= start, token, -1)
-    if sink_end is None:
-        return token
     first = torch.arange(sink_slots, device=length.device)
-    return torch.cat([torch.where(first < torch.minimum(length, sink_end[..., None]), first, -1), token], dim=-1)
-
-
-def held_count(start: Tensor, length: Tensor, sink_end: Tensor | None) -> Tensor:
-    """Returns the number of tokens in each window, int64.
-
-    Args:
-        start, length, sink_end: bounds of the windows, int64, broadcastable; `sink_end` None without sinks.
-    """
-    ring = (length - start).clamp(min=0)
-    return ring if sink_end is None else ring + torch.minimum(length, sink_end)
+    return torch.cat([torch.where(first < torch.minimum(length, sink_end), first, -1), token], dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .base import ForwardRows, Levels, Policy, Tokens, levels_of, option
@@ -37,41 +38,23 @@ class LeanKV(Policy):
         return Levels(levels_of(high, kept), _relative_cut(tokens, rows, high), _relative_cut(tokens, rows, kept))
 
 
-def rank_in_rows(row: Tensor, key: Tensor, position: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Ranks the tokens of each row by descending `key`; equal keys are ranked newest first.
-
-    Args:
-        row: row of each token, int64 [n].
-        key: sort key of each token, [n] of any dtype.
-        position: position of each token, int64 [n].
-        rows: number of rows.
-
-    Returns:
-        Rank of each token, int64 [n], 0 for the first, and the number of tokens of each row, int64 [rows].
-    """
-    order = torch.argsort(position, descending=True)
-    order = order[torch.argsort(key[order], descending=True, stable=True)]
-    order = order[torch.argsort(row[order], stable=True)]
-    count = torch.bincount(row, minlength=rows)
-    rank = torch.empty_like(row)
-    rank[order] = torch.arange(row.numel(), device=row.device) - (count.cumsum(0) - count)[row[order]]
-    return rank, count
-
-
 def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:
     """Returns the cumulative share of each token, float64 [n].
 
-    The cumulative share is the share of the row's significance that the token and all less significant ones hold.
+    The cumulative share is the share of the row's significance that the token and all less significant ones hold. Of
+    equally significant tokens the oldest comes first.
     """
-    rank, count = rank_in_rows(tokens.row, tokens.mean, tokens.position, rows)
-    end = count.cumsum(0)
-    place = end[tokens.row] - 1 - rank
-    total = torch.zeros_like(tokens.mean, dtype=torch.float64)
-    total[place] = tokens.mean.double()
+    order = torch.argsort(tokens.position)
+    order = order[torch.argsort(tokens.mean[order], stable=True)]
+    order = order[torch.argsort(tokens.row[order], stable=True)]
     # a leading zero, so that each row can subtract the total of the rows before it
-    total = torch.cat([total.new_zeros(1), total.cumsum(0)])
+    total = F.pad(tokens.mean[order].double().cumsum(0), (1, 0))
+    count = torch.bincount(tokens.row, minlength=rows)
+    end = count.cumsum(0)
     before, after = total[end - count][tokens.row], total[end][tokens.row]
-    return (total[place + 1] - before) / (after - before)
+    up_to = torch.empty_like(before)
+    up_to[order] = total[1:]
+    return (up_to - before) / (after - before)
 
 
 def _relative_cut(tokens: Tokens, rows: ForwardRows, above: Tensor) -> Tensor:

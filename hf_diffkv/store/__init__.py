@@ -1,7 +1,7 @@
 """The compressed state on one device and everything that changes it. Knows nothing of Transformers."""
 
 from .compaction import settle
-from .copies import drop_unused_layers, move_rows, prepare_rows, select_rows
+from .copies import drop_unused_layers, move_rows, prepare_rows
 from .decode import StepAttention
 from .forks import fork_store
 from .hide import hide_tokens
@@ -9,7 +9,7 @@ from .kv_heads import KVHeads
 from .prompt import PromptAttention
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
-from .rollback import RecordedAttention, commit_together, is_recording, revocable
+from .rollback import RecordedAttention, commit_together
 from .state import Changing, Store
 from .step import begin_forward, withdraw
 from .transform import check_finite
@@ -31,14 +31,11 @@ __all__ = [
     "drop_unused_layers",
     "fork_store",
     "hide_tokens",
-    "is_recording",
     "levels",
     "move_rows",
     "payload",
     "prepare_rows",
     "read_tokens",
-    "revocable",
-    "select_rows",
     "settle",
     "withdraw",
 ]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..ops.compact import DenseTokens, NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL
+from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, LayerRows
 from ..pages.segments import segments
 from ..policy import levels_between, mean_significance
+from .prompt_kernels import pages_of
 from .state import Changing, Store
 
 LOW_SHARE = 0.1
@@ -96,7 +97,7 @@ def _pages(store: Store, tokens: Weighed, rows: int, growth: Growth | None) -> i
     for tier, (level, layout) in enumerate(((HIGH_LEVEL, store.layout.high), (LOW_LEVEL, store.layout.low))):
         count = torch.bincount(tokens.row[tokens.level == level], minlength=rows)
         count = count if growth is None else count + growth[tier]
-        total += int(((count + layout.capacity - 1) // layout.capacity).sum())
+        total += int(pages_of(count, layout.capacity).sum())
     return total
 
 
@@ -110,18 +111,17 @@ def fit_layer(store: Store, layer: int, tokens: Weighed) -> Tensor:
         Levels that fit, int8 [n].
     """
     free = store.pool.free_list.free + store.pool.max_pages - store.pool.capacity
-    capacities = (store.layout.high.capacity, store.layout.low.capacity)
-    counts = (store.high_count[layer], store.low_count[layer])
-    held = sum(int(((count + size - 1) // size).sum()) for count, size in zip(counts, capacities))
+    rows = store.rows(layer)
+    held = sum(int(pages_of(count, tier.capacity).sum()) for count, tier in zip(rows.counts, rows.tiers))
     allowed = held + max(0, int(FILLED_SHARE * free)) // (store.num_layers - layer + store.layers_later)
-    alphas = [alpha[layer].reshape(-1) for alpha in (store.alpha_high, store.alpha_low)]
+    alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
     strength = fit(store, *alphas, tokens, allowed)
     if strength == 0:
         return tokens.level
     _note(store, strength)
     level = tokens.below(*_least(*alphas, strength)).level
-    for alpha, fitted in zip((store.alpha_high, store.alpha_low), tightened(*alphas, strength)):
-        alpha[layer] = fitted.view(alpha[layer].shape)
+    for alpha, fitted in zip(alphas, tightened(*alphas, strength)):
+        alpha.copy_(fitted)
     return level
 
 
@@ -143,9 +143,8 @@ def make_room(store: Store, pages: int, growth: Growth | None = None) -> None:
         )
     rows = store.all_rows()
     stored = tuple(stored_tokens(rows, tier) for tier in (HIGH, LOW))
-    shape = store.high_count.shape
-    length = store.length[..., None].expand(shape).reshape(-1)
-    relative = tuple(_relative(store, stored[tier], tier, length) for tier in (HIGH, LOW))
+    length = rows.length.repeat_interleave(rows.heads)
+    relative = tuple(_relative(rows, stored[tier], tier, length) for tier in (HIGH, LOW))
     alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
     levels = [torch.full_like(part, level, dtype=torch.int8) for part, level in zip(relative, (HIGH_LEVEL, LOW_LEVEL))]
     held = Weighed(torch.cat([part.row for part in stored]), torch.cat(relative), torch.cat(levels)).below(*alphas)
@@ -182,8 +181,8 @@ def no_tokens(store: Store) -> NewTokens:
     return NewTokens.of(none, DenseTokens(score.view(0, 1), score.view(0, 1)), score, none)
 
 
-def _relative(store: Store, tokens: StoredTokens, tier: int, length: Tensor) -> Tensor:
+def _relative(rows: LayerRows, tokens: StoredTokens, tier: int, length: Tensor) -> Tensor:
     """Returns mean * N of stored tokens, float32 [n]."""
-    view = segments(store.pool.pages, (store.layout.high, store.layout.low)[tier])
+    view = segments(rows.pages, rows.tiers[tier])
     score, position = view.scores(tokens.page, tokens.slot), view.positions(tokens.page, tokens.slot)
     return mean_significance(score, position, length[tokens.row]) * length[tokens.row]

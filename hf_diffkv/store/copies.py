@@ -24,23 +24,14 @@ def copy_pages(store: Store, source: Tensor, target: Tensor) -> None:
         pages[target[part]] = pages[source[part]]
 
 
-def select_rows(store: Store, index: Tensor) -> None:
-    """Reorders the batch: request i becomes the former request index[i].
+def move_rows(store: Store, index: Tensor) -> None:
+    """Reorders the batch after `prepare_rows` with the same `index`: request i becomes the former request index[i].
 
     A request that appears more than once is copied. The pages of a request that does not appear are freed at once.
 
     Args:
         index: old request of each new one, int64 [new batch size], each in [0, batch_size).
-
-    Raises:
-        MemoryError: the copies do not fit; nothing has changed.
     """
-    prepare_rows(store, index)
-    move_rows(store, index)
-
-
-def move_rows(store: Store, index: Tensor) -> None:
-    """Reorders the batch as `select_rows` does, after `prepare_rows` with the same `index`."""
     index = index.to(store.device)
     given, chosen, duplicate = _moves(store, index)
     with Changing(store):

@@ -42,7 +42,7 @@ class StepAttention:
         """
         store, layer = self._store, self._layer
         store.note_logits(layer, softmax)
-        bounds = store.bounds(layer)
+        bounds = store.layer_bounds[layer]
         scratch = prepare_scratch(store, query[:, :, 0], bounds.max_tokens)
         options = {"bounds": bounds, "scratch": scratch, "valid": self._valid}
         with Changing(store):

@@ -23,7 +23,7 @@ def fork_store(store: Store) -> Store:
         ValueError: some recorded tokens may still be cropped.
     """
     settle(store)
-    if any(recorded is not None for recorded in store.recorded):
+    if store.revocable:
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before forking.")
     try:
         if store.twins is None:

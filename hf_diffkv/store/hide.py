@@ -29,8 +29,7 @@ def hide_tokens(store: Store, shown: Tensor) -> None:
     make_private(store)
     with Changing(store):
         real = store.padding.mask()
-        recorded = max((r.tokens for r in store.recorded if r is not None), default=0)
-        stored = real.shape[1] - recorded
+        stored = real.shape[1] - store.revocable
         recorded_and_shown = real[:, stored:] & shown[:, stored:]
         store.recorded = [None if each is None else replace(each, valid=recorded_and_shown) for each in store.recorded]
         moved = _new_indices(real[:, :stored], shown[:, :stored])
@@ -59,7 +58,7 @@ def _share(before: Tensor, after: Tensor) -> Tensor:
 
 def _hide_paged(store: Store, moved: Tensor) -> None:
     rows = store.all_rows()
-    length = store.length[..., None].expand(store.high_count.shape).reshape(-1)
+    length = rows.length.repeat_interleave(rows.heads)
     remaining = (moved >= 0).sum(1)
     stored, keep = [], []
     for tier, layout in enumerate(rows.tiers):

@@ -12,6 +12,7 @@ head, which makes steps fast. For a prompt it is cheaper to expand the latents i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from ..ops.prefill_attention.reference import dense_tokens
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
 from ..pages import EarlierTokens
-from .prompt import StoredPast, admitted, compress
+from .prompt import PromptAttention, StoredPast
 from .state import Store
 from .transform import model_form, model_keys
 
@@ -28,60 +29,32 @@ from .transform import model_form, model_keys
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class ExpandedAttention:
+class ExpandedAttention(PromptAttention):
     """New tokens that attend over keys and values expanded from latents, and are then compressed.
 
-    The expanded tensors of the layer's past and of the new tokens exist during `attend` only.
+    The expanded tensors of the layer's past and of the new tokens exist while they are attended to only. Queries are
+    those of the model, [batch, query_heads, tokens, head_dim], and so is the output.
 
     Args:
-        layer: index of the layer within the store.
-        rope, latent: rotary keys and latents of the new tokens, [batch, 1, tokens, dim].
         expand: how to expand latents.
-        valid, mask: arguments of `PromptAttention`.
-
-    Raises:
-        ValueError: keys or values are not finite.
-        MemoryError: the tokens do not fit into `max_bytes` with `until_full`; nothing has changed.
+        others: arguments of `PromptAttention`; keys are rotary keys and values latents, [batch, 1, tokens, dim].
     """
 
-    def __init__(
-        self,
-        store: Store,
-        layer: int,
-        rope: Tensor,
-        latent: Tensor,
-        expand: Expand,
-        valid: Tensor | None,
-        mask: Tensor | None,
-    ) -> None:
-        self._store, self._layer, self._expand, self._mask = store, layer, expand, mask
-        self._new = admitted(store, layer, rope, latent, valid)
-        self._dense = rope, latent
+    def __init__(self, expand: Expand, *others: Any) -> None:
+        super().__init__(*others)
+        self._expand = expand
 
-    def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
-        """Returns attention output of the model, [batch, query_heads, tokens, value_dim].
-
-        Args:
-            query: query states of the model, [batch, query_heads, tokens, head_dim].
-            last: unused; no later layer reads latents.
-
-        Raises:
-            MemoryError: the tokens do not fit.
-        """
-        store, layer, (rope, latent) = self._store, self._layer, self._dense
-        past = StoredPast.read(store, layer, self._new)
+    def _attend(self, past: StoredPast, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
+        store, layer, new = self._store, self._layer, self._new
         store.note_logits(layer, softmax)
-        key, value = self._expand(latent, rope)
+        key, value = self._expand(new.value, new.key)
         earlier = _expanded(store, layer, past.earlier, self._expand)
-        observed = store.observation_window if store.layout.selects else 0
-        options = {"valid": self._new.valid, "mask": self._mask, "observed": observed}
+        options = {"valid": new.valid, "mask": self._mask, "observed": store.observation_window}
         # keys and values of all heads, for which there are kernels
         prefill_attention = ops_for(store.device, store.dtype).prefill_attention
         output, received = attend_plainly(prefill_attention, query, key, value, softmax, past=earlier, **options)
         # a token's significance is the maximum over the heads that read it
-        received = None if received is None else received.amax(1, keepdim=True).float()
-        compress(store, layer, past, self._new, received, None)
-        return output
+        return output, None if received is None else received.amax(1, keepdim=True).float()
 
 
 def _expanded(store: Store, layer: int, past: EarlierTokens, expand: Expand) -> EarlierTokens:

@@ -101,7 +101,14 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
 
 
 def _fewer_bits(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int, inset: Inset = FULL_RANGE) -> Tensor:
-    """Returns decoded keys or values, [n, dim], as those that are quantised with fewer bits, or as many."""
+    """Returns decoded keys or values as those that are quantised with fewer bits, or as many.
+
+    Args:
+        x: decoded elements, [n, dim]; here and below.
+        bits, fewer: bits of the codes before and after.
+        groups, groups_after: quantisation groups before and after.
+        inset: inset of the codes after.
+    """
     if not 0 <= bits - fewer <= MOST_MERGED or groups != groups_after:
         return x
     return _within_cells(x, bits, fewer, groups) if inset == FULL_RANGE else _merged(x, bits, fewer, groups, inset)
@@ -112,11 +119,6 @@ def _within_cells(x: Tensor, bits: int, fewer: int, groups: int) -> Tensor:
 
     With one bit fewer, codes are then those of pairs of neighbours, which adds no error beyond that of the fewer bits.
     From one end to the other, codes would lie between each other instead, and both errors would add up.
-
-    Args:
-        x: decoded elements, [n, dim].
-        bits, fewer: bits of the codes before and after.
-        groups: quantisation groups.
     """
     parts, first, last = _cells(x, bits, fewer, groups)
     return parts.clamp(first, last).flatten(-2)
@@ -126,12 +128,6 @@ def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tens
     """Returns elements whose inset codes stand for whole numbers of the codes before, as in `_within_cells`.
 
     They are scaled so that what is stored is on average as large as `x`, and left as they are with as many bits.
-
-    Args:
-        x: decoded elements, [n, dim].
-        bits, fewer: bits of the codes before and after.
-        groups: quantisation groups.
-        inset: inset of the codes after.
     """
     parts, first, last = _cells(x, bits, fewer, groups)
     top, width = 2**fewer - 1, last - first

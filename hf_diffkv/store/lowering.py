@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,10 +67,6 @@ class Part:
     def pages(self, rungs: np.ndarray) -> np.ndarray:
         """Returns the pages that the tokens of each row take at `rungs`, int64 [layers, batch, heads]."""
         return pages_of(self.held, self.demand.capacity[rungs])
-
-    def pages_a_token(self, rungs: np.ndarray) -> float:
-        """Returns the pages that a token more of each row takes on average once the rows are at `rungs`."""
-        return float((1 / self.demand.capacity[rungs]).sum())
 
 
 def together(store: Store) -> list[Store]:
@@ -157,7 +152,8 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
     lacking = sum(max(0, n - f) * size for n, f, size in zip(need, free, sizes))
     if lacking > spare:
         left = max(0, spare + sum((f - n) * size for n, f, size in zip(need, free, sizes)))
-        shares = [part.pages_a_token(rungs) * size for part, rungs, size in zip(parts, chosen, sizes)]
+        # bytes that one token more of each row takes on average
+        shares = [(1 / part.demand.capacity[rungs]).sum() * size for part, rungs, size in zip(parts, chosen, sizes)]
         for part, n, f, size, share in zip(parts, need, free, sizes, shares):
             pool = part.store.pool
             pool.truncate(pool.capacity - f + n + int(left * share / sum(shares) / size), part.store.table.table)
@@ -289,22 +285,6 @@ def _forget_bounds(parts: Iterable[Part]) -> None:
 
 def _recorded(store: Store) -> int:
     return 0 if store.recorded[0] is None else store.recorded[0].tokens
-
-
-@contextmanager
-def noting_queries(store: Store, layer: int, moment: Tensor | None) -> Iterator[None]:
-    """Adds a prompt's queries to those for which keys are rounded when they are lowered, unless the block fails.
-
-    Args:
-        moment: `second_moment` of the queries, [batch * heads, key_dim, key_dim]; None if nothing is rounded.
-    """
-    more = None
-    if moment is not None:
-        # summed here, so that memory cannot run out when the prompt is stored
-        more = moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
-    yield
-    if more is not None:
-        store.lowering.moments[layer] += more
 
 
 def names_of(stores: Iterable[Store], rung: int) -> str:

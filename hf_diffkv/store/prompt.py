@@ -8,9 +8,7 @@ The attention that keys received from them is scaled up to all later queries, as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..pages.segments import score_noise, segments
 from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
-from .lowering import make_room_for_prompt, noting_queries
+from .lowering import make_room_for_prompt
 from .prompt_kernels import PromptPlan, store_by_kernels
 from .state import Changing, Store
 from .transform import (
@@ -43,10 +41,12 @@ def admitted(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor
         ValueError: keys or values are not finite.
         MemoryError: the tokens do not fit into `max_bytes` with `until_full`; nothing has changed.
     """
-    new = NewPrompt.checked(store, layer, key, value, valid)
+    if not store.stores_by_kernel:
+        # kernels check them by themselves
+        check_finite(store, key, value, valid)
     if store.lowering.active:
         make_room_for_prompt(store, key.shape[2], valid)
-    return new
+    return NewPrompt(store, layer, key, value, valid)
 
 
 class PromptAttention:
@@ -95,16 +95,24 @@ class PromptAttention:
         """
         store, layer = self._store, self._layer
         past = StoredPast.read(store, layer, self._new)
-        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
+        output, received = self._attend(past, query, softmax)
         if received is not None:
             self._received = received if self._received is None else torch.maximum(self._received, received)
         moment = query_moment(store, query, self._new.valid)
         self._moment = moment if self._moment is None else self._moment + moment
         if last:
-            lowers = store.lowering.moments is not None
-            with noting_queries(store, layer, self._moment) if lowers else nullcontext():
-                compress(store, layer, past, self._new, self._received, self._moment)
+            noted, more = store.lowering.moments, None
+            if noted is not None and self._moment is not None:
+                # summed here, so that memory cannot run out when the prompt is stored
+                more = self._moment.unflatten(0, (store.batch_size, store.num_heads)).sum(0)
+            compress(store, layer, past, self._new, self._received, self._moment)
+            if more is not None:
+                noted[layer] += more
         return output
+
+    def _attend(self, past: StoredPast, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
+        """Returns what `attend_from_newest` returns."""
+        return attend_from_newest(self._store, self._layer, past, query, self._new, self._mask, softmax)
 
 
 def attend_from_newest(
@@ -121,40 +129,31 @@ def attend_from_newest(
         `attend_beside` returns it.
     """
     (key, value), valid = new.beside(past.earlier), new.valid
-    earlier = key.shape[2] - query.shape[2]
-    if earlier == 0:
-        options = {"valid": valid, "mask": mask, "observed": store.observation_window}
-        return attend_beside(store, layer, past.earlier, query, key, value, softmax, **options)
-    shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
-    shown = shown if valid is None else shown & valid[:, :earlier]
-    shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
-    exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
-    before = replace(past.earlier, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
-    output, received = attend_beside(
-        store,
-        layer,
-        before,
-        query,
-        key[:, :, earlier:],
-        value[:, :, earlier:],
-        softmax,
-        valid=None if valid is None else valid[:, earlier:],
-        mask=None if mask is None else mask[..., earlier:, earlier:],
-        observed=store.observation_window,
-    )
-    if received is not None:
-        received = received * _later_share(valid, key, earlier, received.shape[-1])[:, None]
+    before, earlier = past.earlier, key.shape[2] - query.shape[2]
+    if earlier:
+        shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
+        shown = shown if valid is None else shown & valid[:, :earlier]
+        shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
+        exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
+        before = replace(before, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
+        key, value = key[:, :, earlier:], value[:, :, earlier:]
+        valid = None if valid is None else valid[:, earlier:]
+        mask = None if mask is None else mask[..., earlier:, earlier:]
+    output, received = attend_beside(store, layer, before, query, key, value, softmax, valid=valid, mask=mask)
+    if earlier and received is not None:
+        received = received * _later_share(new, earlier, received.shape[-1])[:, None]
     return output, received
 
 
-def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:
-    """Returns, for each key, the ratio of all later queries to those that attended.
+def _later_share(new: NewPrompt, earlier: int, columns: int) -> Tensor:
+    """Returns, for each of the P + Q keys, the ratio of all later queries to those that attended.
 
     The queries that attended are those after the first `earlier` new tokens.
 
     Returns:
-        Ratio of each of the P + Q keys, float32 [batch, P + Q].
+        Ratios, float32 [batch, columns] with `columns` = P + Q.
     """
+    key, valid = new.key, new.valid
     if valid is None:
         valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     later = valid.flip(-1).cumsum(-1).flip(-1) - valid.long()
@@ -174,25 +173,27 @@ def attend_beside(
     key: Tensor,
     value: Tensor,
     softmax: Softmax,
-    **options: Any,
+    *,
+    valid: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs `prefill_attention` from Q new tokens over the P earlier ones and themselves; does not change the store.
 
     Args:
         query: query states of the model, [batch, query_heads, Q, key_dim].
         key, value: keys and values from `NewPrompt.beside`, [batch, heads, Q, dim].
+        valid, mask: arguments of `prefill_attention`.
 
     Returns:
         The attention output, and the attention each key received, float32 [batch, heads, P + Q]; the latter is None if
         the store selects no tokens.
     """
     store.note_logits(layer, softmax)
-    if not store.layout.selects:
-        options["observed"] = 0
     query = query if past.rows is None else query_form(store, query)
     attention = store.ops.prefill_attention
     attention = with_absorbed_queries(attention) if store.heads.latent else attention
-    output, received = attention(query, key, value, softmax, past=past, **options)
+    options = {"past": past, "valid": valid, "mask": mask, "observed": store.observation_window}
+    output, received = attention(query, key, value, softmax, **options)
     received = None if received is None else received.float()
     return output if past.rows is None else model_form(store, output), received
 
@@ -394,7 +395,12 @@ def decide_levels(
         of_row = torch.where(store.low_heads[layer], LOW_LEVEL, HIGH_LEVEL).to(torch.int8).view(-1)
         return tuple(of_row[row] for row in (stored[HIGH].row, stored[LOW].row, leaving.row))
     rows = store.rows(layer)
-    tokens = _tokens(rows, stored, leaving, scores, length)
+    row = torch.cat([stored[HIGH].row, stored[LOW].row, leaving.row])
+    position = torch.cat([*(token_positions(rows, tier, stored[tier]) for tier in (HIGH, LOW)), leaving.position])
+    parts = zip((*stored, leaving), (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))
+    level = torch.cat([torch.full_like(part.row, level, dtype=torch.int8) for part, level in parts])
+    mean = mean_significance(torch.cat([*scores, leaving.score]), position, length[row])
+    tokens = Tokens(row, mean, position, level)
     alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
     start = torch.maximum(rows.window_start, rows.length - store.config.window)
     outside = (start - rows.sink_end).repeat_interleave(rows.heads)
@@ -407,18 +413,3 @@ def decide_levels(
     if store.config.max_bytes is not None:
         level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
     return level.split([part.row.numel() for part in (*stored, leaving)])
-
-
-def _tokens(
-    rows: LayerRows,
-    stored: tuple[StoredTokens, StoredTokens],
-    leaving: NewTokens,
-    scores: Sequence[Tensor],
-    length: Tensor,
-) -> Tokens:
-    row = torch.cat([stored[HIGH].row, stored[LOW].row, leaving.row])
-    position = torch.cat([*(token_positions(rows, tier, stored[tier]) for tier in (HIGH, LOW)), leaving.position])
-    parts = zip((*stored, leaving), (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))
-    level = torch.cat([torch.full_like(part.row, level, dtype=torch.int8) for part, level in parts])
-    mean = mean_significance(torch.cat([*scores, leaving.score]), position, length[row])
-    return Tokens(row, mean, position, level)

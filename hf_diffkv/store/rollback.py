@@ -28,23 +28,6 @@ from .transform import NewPrompt, check_finite
 ROLLBACK_TOKENS = 256
 
 
-def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, NewPrompt, StoredPast]:
-    """Returns the recorded tokens followed by `new`, the same tokens as `NewPrompt`, and the stored past."""
-    before = store.recorded[layer]
-    together = new if before is None else before.followed_by(new)
-    entering = NewPrompt(store, layer, together.key, together.value, together.valid)
-    return together, entering, StoredPast.read(store, layer, entering)
-
-
-def _reserve(store: Store, more: int, kept: Recorded) -> None:
-    """Makes room for `more` bytes of recorded tokens, `kept` in each layer. Raises `MemoryError` if they do not fit."""
-    store.lowering.promised = 0
-    states = kept.key.nbytes + kept.value.nbytes
-    give_way(store, more, states, kept.bytes - states)
-    check_budget(store, more)
-    store.lowering.promised = more
-
-
 class RecordedAttention:
     """New tokens that may still be cropped, to which a layer and perhaps later ones attend.
 
@@ -70,21 +53,37 @@ class RecordedAttention:
         self._new = Recorded(key, value, valid, mask, ())
 
     def attend(self, query: Tensor, softmax: Softmax, last: bool = True) -> Tensor:
-        """Returns one layer's attention output, from all tokens or the newest ones; records them after the last."""
+        """Returns one layer's attention output, from all tokens or the newest ones; records them after the last.
+
+        Raises:
+            MemoryError: the recorded tokens do not fit into `max_bytes`.
+        """
         store, layer = self._store, self._layer
         first = not self._new.reads
         self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
         if first and layer == 0:
-            kept = self._kept()
-            later = store.readers * kept.reads[0].query.numel() * query.element_size()
-            _reserve(store, later + kept.bytes * store.num_layers, kept)
-        together, entering, past = _after_recorded(store, layer, self._new)
+            self._reserve(query)
+        before = store.recorded[layer]
+        together = self._new if before is None else before.followed_by(self._new)
+        entering = NewPrompt(store, layer, together.key, together.value, together.valid)
+        past = StoredPast.read(store, layer, entering)
         # without readers the queries of all recorded tokens are here, so that each may see other tokens
         asked = query if self._readers else together.reads[0].query
         output, _ = attend_from_newest(store, layer, past, asked, entering, together.mask, softmax)
         if last:
             _keep(store, layer, together)
         return output[:, :, output.shape[2] - query.shape[2] :]
+
+    def _reserve(self, query: Tensor) -> None:
+        """Makes room for the tokens that all layers will record. Raises `MemoryError` if they do not fit."""
+        store, kept = self._store, self._kept()
+        states = kept.key.nbytes + kept.value.nbytes
+        later = store.readers * kept.reads[0].query.numel() * query.element_size()
+        more = later + kept.bytes * store.num_layers
+        store.lowering.promised = 0
+        give_way(store, more, states, kept.bytes - states)
+        check_budget(store, more)
+        store.lowering.promised = more
 
     def _kept(self) -> Recorded:
         """Returns as many of the newest tokens as `_keep` adds to the recorded ones."""
@@ -111,11 +110,6 @@ def _keep(store: Store, layer: int, together: Recorded) -> None:
     store.lowering.promised = max(0, promised) if layer < store.num_layers - 1 else 0
 
 
-def is_recording(store: Store) -> bool:
-    """Returns whether the store holds tokens that may still be cropped."""
-    return any(recorded is not None for recorded in store.recorded)
-
-
 def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callable[[Store], None]) -> None:
     """Stores the recorded tokens except for the last `rejected` ones, in every layer of all stores.
 
@@ -124,10 +118,15 @@ def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callab
 
     Raises:
         ValueError: more tokens are rejected than are recorded; nothing has changed.
-        MemoryError: the tokens do not fit; nothing has changed in stores that still record tokens (`is_recording`).
+        MemoryError: the tokens do not fit; nothing has changed in stores that still have `revocable` ones.
     """
-    for store in stores:
-        _check_rejected(store, rejected)
+    possible = min((store.revocable for store in stores), default=rejected)
+    if rejected > possible:
+        raise ValueError(
+            f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "
+            "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
+            "copy.deepcopy of the cache."
+        )
     ready: list[Store] = []
     try:
         for store in stores:
@@ -138,24 +137,10 @@ def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callab
             share_budget(store)
             _commit(store, rejected)
     except MemoryError:
-        for store in filter(is_recording, ready):
-            withdraw(store, 0)
+        for store in ready:
+            if store.revocable:
+                withdraw(store, 0)
         raise
-
-
-def revocable(store: Store) -> int:
-    """Returns the number of tokens that can be taken back."""
-    return min((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
-
-
-def _check_rejected(store: Store, rejected: int) -> None:
-    possible = revocable(store)
-    if rejected > possible:
-        raise ValueError(
-            f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "
-            "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
-            "copy.deepcopy of the cache."
-        )
 
 
 def _prepare(store: Store, rejected: int) -> None:
@@ -169,8 +154,7 @@ def _prepare(store: Store, rejected: int) -> None:
 
 def _generates(store: Store, rejected: int) -> bool:
     """Returns whether the tokens that stay are a generation step of the algorithm: one token after earlier ones."""
-    held = max((recorded.tokens for recorded in store.recorded if recorded is not None), default=0)
-    return held - rejected == 1 and store.seen - rejected > 1
+    return store.revocable - rejected == 1 and store.seen - rejected > 1
 
 
 # attention sinks are parameters of the model

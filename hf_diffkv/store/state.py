@@ -151,7 +151,6 @@ class Store:
         # index of each layer among the model's compressed layers, and of each head
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
-        self.first_head = first_head
         self.layer_index = torch.arange(num_layers, device=device)
         self.head_index = torch.arange(first_head, first_head + self.num_heads, device=device)
         shape = (num_layers, batch_size, self.num_heads)
@@ -243,9 +242,8 @@ class Store:
         return tensors + sum(r.bytes for r in self.recorded if r is not None) + self.lowering.promised
 
     def _tensors(self) -> list[Tensor]:
-        tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
-        tensors += [self.length, self.window_start, self.sink_end, self.table.table, self.alpha_high, self.alpha_low]
-        tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
+        tensors = [getattr(self, name) for name in ROW_STATE]
+        tensors += [self.table.table, self.layer_index, self.head_index, self.invalid, self.changed_past]
         tensors += [] if self.scratch is None else self.scratch.tensors()
         tensors += [] if self.lowering.moments is None else [self.lowering.moments]
         bounds = [] if self.all_bounds is None else [*self.layer_bounds, self.all_bounds]
@@ -375,10 +373,8 @@ class Store:
 
     @property
     def observation_window(self) -> int | None:
-        """Number of a prompt's last queries that add to significance; None for all, or without token selection."""
-        if not self.layout.selects:
-            return None
-        return self.config.observation_window
+        """Number of a prompt's last queries that add to significance: None for all, 0 without token selection."""
+        return self.config.observation_window if self.layout.selects else 0
 
     def note_logits(self, layer: int, softmax: Softmax) -> None:
         """Excludes a layer from centring if its attention depends on more than differences of logits."""
@@ -442,10 +438,6 @@ class Store:
         high_pages = (self.high_count + (high - 1)) // high
         self.table.ensure_width(tokens, min(high, self.layout.low.capacity), high_pages)
 
-    def bounds(self, layer: int) -> Bounds:
-        """Returns the host's bounds on one layer's rows, valid until the next refresh."""
-        return self.layer_bounds[layer]
-
     @property
     def look_due(self) -> bool:
         """Whether the next generated token makes the host look at the device, which may raise."""
@@ -457,7 +449,12 @@ class Store:
 
     def scratch_fits(self) -> bool:
         """Returns whether the scratch buffers are large enough for the next step."""
-        return self.scratch is not None and self.scratch.max_tokens >= self.bounds(0).max_tokens
+        return self.scratch is not None and self.scratch.max_tokens >= self.layer_bounds[0].max_tokens
+
+    @property
+    def revocable(self) -> int:
+        """Number of recorded tokens, which may still be taken back."""
+        return min((recorded.tokens for recorded in self.recorded if recorded is not None), default=0)
 
     def check_positions(self, tokens: int) -> None:
         """Raises `ValueError` if pages cannot hold the positions of `tokens` more tokens."""

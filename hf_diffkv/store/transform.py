@@ -36,7 +36,7 @@ from .state import Store
 def stored_form(store: Store, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Converts the model's keys and values, [batch, heads, tokens, dim], to the store's form."""
     rotate = store.ops.rotate
-    return rotate(key, store.key_rotation, _offset(store, layer)), rotate(value, store.value_rotation)
+    return rotate(key, store.key_rotation, store.rows(layer).offset), rotate(value, store.value_rotation)
 
 
 def query_form(store: Store, query: Tensor) -> Tensor:
@@ -56,14 +56,9 @@ def model_form(store: Store, output: Tensor) -> Tensor:
 
 def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
     """Converts the store's keys, [batch, heads, tokens, key_dim] in the compute dtype, back to the model's form."""
-    if store.config.center:
-        key = key + store.key_offset[layer][:, :, None]
-    matrix = store.key_rotation
+    offset, matrix = store.rows(layer).offset, store.key_rotation
+    key = key if offset is None else key + offset[:, :, None]
     return key if matrix is None else store.ops.rotate(key, matrix.mT)
-
-
-def _offset(store: Store, layer: int) -> Tensor | None:
-    return store.key_offset[layer] if store.config.center else None
 
 
 def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
@@ -74,23 +69,17 @@ def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None)
         valid: True for real tokens, bool [batch, tokens]; None if all are.
     """
     for tensor in (key, value):
-        peaks = [_peak(store, part) for part in tensor.split(tokens_at_once(tensor), dim=2)]
+        parts = tensor.split(tokens_at_once(tensor), dim=2)
+        if store.config.rotate:
+            # the norm bounds every element under any rotation
+            dtype = compute_dtype(tensor.dtype)
+            peaks = [torch.linalg.vector_norm(part, dim=3, dtype=dtype).amax(1) for part in parts]
+        else:
+            peaks = [part.abs().amax((1, 3)) for part in parts]
         peak = torch.cat(peaks, dim=1)
         peak = peak if valid is None else torch.where(valid, peak, 0)
         if not bool((peak <= store.value_limit).all()):
             raise unstorable(store.config, store.value_limit)
-
-
-def _peak(store: Store, tensor: Tensor) -> Tensor:
-    """Returns a bound on the magnitude of each token's stored elements, [batch, tokens].
-
-    Args:
-        tensor: keys or values of the model, [batch, heads, tokens, dim].
-    """
-    if store.config.rotate:
-        # the norm bounds every element under any rotation
-        return torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
-    return tensor.abs().amax((1, 3))
 
 
 def query_moment(store: Store, query: Tensor, valid: Tensor | None) -> Tensor | None:
@@ -124,13 +113,6 @@ class NewPrompt:
         self._store, self._layer = store, layer
         self._beside_past: tuple[Tensor, Tensor] | None = None
 
-    @classmethod
-    def checked(cls, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> NewPrompt:
-        """Creates the tokens after `check_finite`. Kernels that store prompts check the values themselves."""
-        if not store.stores_by_kernel:
-            check_finite(store, key, value, valid)
-        return cls(store, layer, key, value, valid)
-
     def beside(self, past: EarlierTokens) -> tuple[Tensor, Tensor]:
         """Returns keys and values in the form in which they are attended together with `past`."""
         if past.rows is None:
@@ -148,7 +130,7 @@ class NewPrompt:
         offset = self._fixed_offset()
         if offset is None and self._beside_past is not None:
             return PromptSource(store.ops, *self._beside_past, None, None, None), None
-        held = _offset(store, layer) if offset is None else offset
+        held = store.rows(layer).offset if offset is None else offset
         return PromptSource(store.ops, self.key, self.value, store.key_rotation, store.value_rotation, held), offset
 
     def _fixed_offset(self) -> Tensor | None:

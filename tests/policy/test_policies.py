@@ -13,8 +13,8 @@ from test_compressed import Pair, left_padding
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.policy import POLICIES, Policy, register_policy
-from hf_diffkv.policy.leankv import rank_in_rows
+from hf_diffkv.pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
+from hf_diffkv.policy import POLICIES, ForwardRows, Policy, Tokens, register_policy
 from hf_diffkv.store import begin_forward, read_tokens
 
 WINDOW_TOKENS = 12
@@ -89,11 +89,13 @@ def test_policies_that_were_removed_name_what_to_use(name: str) -> None:
         DiffKVConfig(policy=name)
 
 
-def test_ranks_within_rows() -> None:
-    row = torch.tensor([2, 0, 2, 0, 2, 0, 2])
-    key = torch.tensor([1.0, 5.0, 3.0, 5.0, 1.0, 7.0, 0.0])
-    position = torch.tensor([4, 1, 9, 0, 6, 2, 1])
-    rank, count = rank_in_rows(row, key, position, 4)
-    # of equal keys the newest comes first, as the oldest is dropped first
-    assert rank.tolist() == [2, 1, 0, 2, 1, 0, 3]
-    assert count.tolist() == [3, 0, 4, 0]
+def test_of_equally_significant_tokens_the_oldest_are_pruned_first() -> None:
+    row = torch.tensor([2, 0, 2, 0, 2, 0])
+    mean = torch.tensor([1.0, 5.0, 1.0, 5.0, 1.0, 0.0])
+    position = torch.tensor([4, 1, 9, 0, 6, 2])
+    none = torch.zeros(4)
+    rows = ForwardRows(0, 1, torch.full((4,), 10), torch.full((4,), 3), none, none)
+    level = torch.full((6,), WINDOW_LEVEL, dtype=torch.int8)
+    decided = POLICIES["leankv"](high_cut=0.9, low_cut=0.5).levels(Tokens(row, mean, position, level), rows)
+    # shares: 1/3, 1, 1, 1/2, 2/3, 0
+    assert decided.level.tolist() == [PRUNED_LEVEL, HIGH_LEVEL, HIGH_LEVEL, LOW_LEVEL, LOW_LEVEL, PRUNED_LEVEL]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from chosen_ops import prefill_attention
-from given_stores import attend, begin, new_store
+from given_stores import attend, begin, new_store, select_rows
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -19,7 +19,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.pages.reserve import Reservation
-from hf_diffkv.store import Store, check_integrity, payload, select_rows
+from hf_diffkv.store import Store, check_integrity, payload
 
 TOKENS, HEADS, LAYERS, DIM, SINKS = 4096, 2, 2, 128, 4
 CPU = torch.device("cpu")

@@ -70,7 +70,7 @@ class Pair:
             alpha_low=list(alpha_low) if isinstance(alpha_low, tuple) else alpha_low,
             window=config.window,
             sinks=config.sinks,
-            observation_window=self.store.observation_window,
+            observation_window=self.store.observation_window or None,
             dtype=dtype,
             rotate=config.rotate,
             center=config.center,

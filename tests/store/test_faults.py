@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_stores import attend, begin, new_store
+from given_stores import attend, begin, new_store, select_rows
 from host_reads import HostReads
 from test_compressed import left_padding
 from tiny_models import tiny_model
@@ -18,7 +18,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PagePool
-from hf_diffkv.store import Store, check_integrity, payload, read_tokens, select_rows
+from hf_diffkv.store import Store, check_integrity, payload, read_tokens
 
 CPU = torch.device("cpu")
 FULL = Precision(16, 16)

@@ -6,6 +6,7 @@ import interpreted  # noqa: F401
 import pytest
 import torch
 from dense_simulation import WINDOW, Rule
+from given_stores import select_rows
 from policy_simulation import FirstTokens, LeanKV
 from test_compressed import Pair, left_padding
 from test_rotated import RotatedPair, assert_offsets, held_offset
@@ -15,7 +16,7 @@ from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import read_tokens, select_rows
+from hf_diffkv.store import read_tokens
 from hf_diffkv.store.step import prepare_step
 
 

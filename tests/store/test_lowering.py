@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dense_simulation import HIGH, LOW
+from given_stores import select_rows
 from native_code import needs_native
 from simulated_storage import SimPrecision
 from test_compressed import Pair, left_padding
@@ -20,7 +21,7 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.quantize.reference import dequantize, quantize, unpack
 from hf_diffkv.pages.inset import FULL_RANGE, inset_of
-from hf_diffkv.store import select_rows, settle
+from hf_diffkv.store import settle
 from hf_diffkv.store.demand import Demand, rows_to_lower
 from hf_diffkv.store.hide import hide_tokens
 from hf_diffkv.store.lower_rows import _fewer_bits, _merged, _within_cells, lower_rows, lower_to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from given_stores import attend, begin, new_store
+from given_stores import attend, begin, new_store, select_rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -16,7 +16,7 @@ from hf_diffkv import DiffKVCache
 from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, begin_forward, check_integrity, levels, read_tokens, select_rows
+from hf_diffkv.store import Store, begin_forward, check_integrity, levels, read_tokens
 
 HEADS, GROUP, DIM = 2, 2, 8
 SETTINGS = settings(STEADY, max_examples=40, stateful_step_count=15)

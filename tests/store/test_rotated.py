@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chosen_ops import rotate
-from given_stores import attend, begin, new_store
+from given_stores import attend, begin, new_store, select_rows
 from simulated_storage import rotation
 from test_compressed import LENGTHS, Pair, left_padding
 from test_shared import SharedPair
@@ -16,7 +16,7 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import FLOAT_ELEMENTS, rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import fork_store, hide_tokens, read_tokens, select_rows, settle
+from hf_diffkv.store import fork_store, hide_tokens, read_tokens, settle
 from hf_diffkv.store.forks import make_private
 
 BOTH = {"rotate": True, "center": True}

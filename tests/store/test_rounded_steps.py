@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from given_stores import attend, begin, new_store
+from given_stores import attend, begin, new_store, select_rows
 from native_code import SETS
 from simulated_storage import adapted_round_trip, round_trip
 from test_adaptive_rounding import CASES, DirectedPair
@@ -21,7 +21,7 @@ from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rounding import ModelFeedback
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import fork_store, read_tokens, select_rows, settle
+from hf_diffkv.store import fork_store, read_tokens, settle
 from hf_diffkv.store.state import Store
 
 # the best available instruction set, and the portable form

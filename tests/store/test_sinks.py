@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from given_stores import attend, begin, new_store
+from given_stores import attend, begin, new_store, select_rows
 from runs import assert_equal_contents
 from saved_files import without, write_as_before
 from test_compressed import Pair, left_padding
@@ -20,8 +21,9 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
 from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.pages.rows import held_count, held_tokens, slots_of
-from hf_diffkv.store import check_integrity, fork_store, hide_tokens, read_tokens, select_rows, settle
+from hf_diffkv.pages import LayerRows
+from hf_diffkv.pages.rows import held_tokens, slots_of
+from hf_diffkv.store import check_integrity, fork_store, hide_tokens, read_tokens, settle
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
 WINDOW_LEVEL = 3
@@ -35,7 +37,7 @@ def exact(pair: Pair) -> Tensor:
 def test_slots_are_those_of_a_window_filled_by_hand(sinks: int) -> None:
     """Tokens are put in one by one; a dictionary records where each one is."""
     slots, window = sinks + 5, 4
-    end = torch.tensor([sinks]) if sinks else None
+    end = torch.tensor([sinks])
     held: dict[int, int] = {}
     for token in range(40):
         slot = int(slots_of(torch.tensor([token]), end, sinks, slots))
@@ -45,7 +47,8 @@ def test_slots_are_those_of_a_window_filled_by_hand(sinks: int) -> None:
         held = {slot: token for slot, token in held.items() if token < sinks or token >= start}
         state = torch.tensor([start]), torch.tensor([token + 1]), end
         assert held_tokens(*state, sinks, slots)[0].tolist() == [held.get(slot, -1) for slot in range(slots)]
-        assert int(held_count(*state)) == len(held) == min(token + 1, sinks + window)
+        rows = SimpleNamespace(**dict(zip(("window_start", "length", "sink_end"), state)))
+        assert int(LayerRows.held_count(rows)) == len(held) == min(token + 1, sinks + window)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from given_stores import select_rows
 from test_compressed import Pair, left_padding
 
 from hf_diffkv import DiffKVConfig, IntegrityError, Precision
@@ -11,7 +12,7 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import rewrite
 from hf_diffkv.pages import PageLayout
-from hf_diffkv.store import check_integrity, select_rows
+from hf_diffkv.store import check_integrity
 from hf_diffkv.store.hide import hide_tokens
 
 K5V3 = Precision(5, 3)
