@@ -1,4 +1,4 @@
-"""The `hf-diffkv` command: finds and runs a subcommand, and turns errors into one line and an exit code.
+"""The `hf-diffkv` command: finds and runs a subcommand, and turns errors into a line and an exit code.
 
 Exit codes: 0 done, 1 failed or with a bad result, 2 wrong usage, 130 interrupted.
 """
@@ -76,8 +76,8 @@ def hf_diffkv() -> None:
 def _open_streams() -> None:
     """Makes the standard streams usable.
 
-    Streams that the caller has closed, which Python has as None, become the null device. Characters that the encoding
-    of stdout lacks are escaped, as on stderr; an error would end a run in the middle of its text.
+    Streams that the caller has closed, which are None in Python, become the null device. Characters that stdout's
+    encoding lacks are escaped, as on stderr, since an error would end a run in the middle of its text.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -87,7 +87,7 @@ def _open_streams() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, command: click.Command = hf_diffkv, program: str = PROGRAM) -> int:
-    """Runs a command, named `program` in messages, and returns its exit code; None takes the process's arguments."""
+    """Runs a command, called `program` in messages, and returns its exit code; None uses the process's arguments."""
     _open_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = hf_dif
         print(f"{program}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
     except OSError as error:
-        # of a file or a device, such as a full disk
+        # from a file or a device, such as a full disk
         where = f"{error.filename}: " if error.filename else ""
         print(f"{program}: {where}{(error.strerror or one_line(error)).rstrip('.')}.", file=sys.stderr)
         return FAILED
