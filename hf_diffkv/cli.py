@@ -25,8 +25,8 @@ INTERRUPTED = 130
 PROGRAM = "hf-diffkv"
 TRY = {
     "hf-diffkv generate --example": "A long document: answer, memory, time.",
-    "hf-diffkv chat --preset small": "Talk; /memory says what it takes.",
-    "hf-diffkv demo": "Both caches side by side in a browser.",
+    "hf-diffkv chat --preset small": "Chat; /memory shows the cache's size.",
+    "hf-diffkv demo": "Show both caches side by side in a browser.",
 }
 
 
@@ -65,7 +65,7 @@ class Commands(click.Group):
     name=PROGRAM,
     help="A KV cache for Transformers models that stores keys and values in few bits, as many as each attention head "
     "needs; it can also choose tokens and prune, as DiffKV does.",
-    epilog="Each command has a --help of its own. Exit codes: 0 done, 1 failed or with a bad result, 2 wrong "
+    epilog="Every command has its own --help. Exit codes: 0 done, 1 failed or with a bad result, 2 wrong "
     "usage, 130 interrupted.",
 )
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
