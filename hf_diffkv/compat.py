@@ -257,7 +257,7 @@ def passing(given: Any) -> dict[str, Any]:
 
 
 def passed(arguments: Mapping[str, Any]) -> Any:
-    """Returns the cache among arguments, possibly under the former name that older model code may use, or None."""
+    """Returns the cache among arguments, possibly under the name that older model code uses, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 

@@ -21,14 +21,14 @@ PAGED_NAME = "diffkv_paged"
 CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"
-# modules of this library that register something
+# our modules that register something
 REGISTRATIONS = ("hf_diffkv.cache.registration", "hf_diffkv.cache.continuous_batching")
 # first release of Transformers that the integration works with
 OLDEST = (5, 17)
 
 
 class _Finder(MetaPathFinder):
-    """Import finder that calls `after` with the name of each module in `awaited` once it has been imported."""
+    """Finder that calls `after` with the name of each module in `awaited` once it has been imported."""
 
     def __init__(self, awaited: Sequence[str], after: Callable[[str], None]) -> None:
         self.awaited = awaited

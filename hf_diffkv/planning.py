@@ -139,8 +139,8 @@ class ModelShape:
 class BudgetPlan:
     """Number of tokens per request at which `max_bytes` is full, if all requests store theirs in one forward.
 
-    Step-by-step generation differs by up to a page of tokens per row, because room is made some tokens ahead, rows
-    share the remaining pages, and scratch memory counts.
+    Step-by-step generation differs by up to a page of tokens per row, as room is made some tokens ahead, rows share the
+    remaining pages, and scratch memory counts.
 
     Attributes:
         max_bytes: budget of the compressed layers.

@@ -81,7 +81,7 @@ class Precision:
 
 
 def as_precision(name: str, value: Any) -> Precision:
-    """Converts any of the forms in which a precision can be given.
+    """Converts any form in which a precision can be given.
 
     Args:
         name: name of the option, for error messages.

@@ -1,4 +1,4 @@
-"""Writes files atomically: a full disk or a stopped process leaves the previous file in place."""
+"""Writes files atomically: a full disk or a stopped process keeps the old file."""
 
 from __future__ import annotations
 

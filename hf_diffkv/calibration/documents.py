@@ -1,7 +1,7 @@
 """Documents on which a model's heads are measured: text, recall of facts, copying.
 
-By default, `hf-diffkv evaluate` scores none of them: facts use a different seed, and the text comes from topics of
-Python's documentation that are not part of the evaluation's chapters.
+By default, `hf-diffkv evaluate` scores none of them, as facts use another seed and the text comes from topics of
+Python's documentation outside the evaluation's chapters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DOCUMENT_LENGTH, FOLLOWING = 1200, 32
 LEAST_ANSWERED = 8
 TEXT_COUNT, COPY_COUNT = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
-# minimum length in characters at which a paragraph does not occur in two topics by chance
+# length in characters at which a paragraph does not occur in two topics by chance
 LONG_PARAGRAPH = 80
 # tokens of a copy that identify the copied part
 LEAD = 8
@@ -99,7 +99,7 @@ def recalling(document: Document) -> Document:
 
 
 def copying(document: Document, tokenizer: Any, index: int) -> Document:
-    """Appends a repeated part of the text; predictions count once it is clear which part is repeated."""
+    """Appends a repeated part of the text; predictions count once it is clear which part."""
     start = random.Random(f"{SEED}/copy/{index}").randrange(max(1, len(document.context) // 2))
     again = document.context[start : start + FOLLOWING]
     copied = replace(

@@ -1,6 +1,6 @@
-"""Losses from changing single heads, computed from gradients of the predictions that follow a prompt.
+"""Losses from changing single heads, by gradients of the predictions that follow a prompt.
 
-Changing a head's keys or values changes its layer's attention output by some d. To second order, the KL divergence of a
+Changing a head's keys or values changes its layer's attention output by d. To second order, the KL divergence of a
 later prediction is then the mean of (g d)^2 / 2 over random g. Each g is the gradient, with respect to that output, of
 the sum of e_y sqrt(p_y) (l_y - E l) over tokens y, with random signs e_y, probabilities p_y and logits l_y. The second
 moment of g is the Fisher information. One backward pass with a few rows therefore serves all heads of all layers, and
@@ -30,7 +30,7 @@ class Following:
 
     Args:
         model: model within `watching`.
-        layers: layers of the model's cache after the prompt, as returned by `run_prompt`.
+        layers: layers of the model's cache after the prompt, from `run_prompt`.
         positions: positions in `following` whose predictions count.
         signs: random signs, [samples, positions, vocabulary]; None draws `GRADIENTS` samples, always the same.
 

@@ -56,7 +56,7 @@ def measure_heads(
 ) -> Sensitivity:
     """Measures a model's heads on eight documents of text, recall and copying.
 
-    Each document takes a forward pass over its prompt, and a forward and a backward pass over the tokens that follow. A
+    Each document takes a forward pass over its prompt, then a forward and a backward pass over what follows. A
     half-precision model computes in float32 meanwhile, which takes twice its memory.
 
     Args:

@@ -1,7 +1,7 @@
 """Tests whether a model's keys survive few bits, on about two hundred tokens and within seconds.
 
 Some models (Qwen2.5-7B, Gemma 3 270M) have key channels so large that 4 bits leave little of the other channels. With
-such keys, a low level loses information that the model needs, even for tokens of low significance.
+such keys, a low level loses information the model needs, even for tokens of low significance.
 """
 
 from __future__ import annotations

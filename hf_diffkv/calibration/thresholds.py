@@ -19,7 +19,7 @@ NO_LOSS = 1e-6
 
 @dataclass(frozen=True)
 class Thresholds:
-    """A pair of thresholds, each given as one number or one per compressed layer."""
+    """A pair of thresholds, each one number or one per compressed layer."""
 
     alpha_high: Threshold
     alpha_low: Threshold

@@ -105,7 +105,7 @@ class WatchedLayer(DynamicLayer):
 class WatchedLatents(WatchedLayer):
     """Layer of latents (docs/latent.md): rotary keys are its keys and latents its values, both with one head.
 
-    The model expands both before attention, so the attention call after an update belongs to that update.
+    The model expands both before attention, so the attention call after an update belongs to it.
     """
 
     expected: WatchedLatents | None = None
@@ -156,7 +156,7 @@ def _attention(
 
 
 def _first_row(tensor: Tensor) -> Tensor:
-    """Returns a copy of the first row, detached from the graph and the memory of the other rows."""
+    """Returns a copy of the first row, detached from the graph and the other rows' memory."""
     return tensor[:1].detach().clone()
 
 

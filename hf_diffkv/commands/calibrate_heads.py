@@ -25,7 +25,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     """Runs the command for heads.
 
     Raises:
-        EvaluationError: there is an error that the user can correct; measurements are kept.
+        EvaluationError: the user can correct the error; measurements are kept.
         Interrupted: the user stopped the command; measurements are kept.
     """
     from ..calibration.documents import DOCUMENT_LENGTH, documents_for

@@ -22,7 +22,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     """Runs the command for thresholds.
 
     Raises:
-        EvaluationError: there is an error that the user can correct; measurements are kept.
+        EvaluationError: the user can correct the error; measurements are kept.
         Failure: no thresholds are good enough.
     """
     from ..calibration.documents import digest_of

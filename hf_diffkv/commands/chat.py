@@ -1,4 +1,4 @@
-"""`hf-diffkv chat`: a conversation with a model, with all turns on one cache."""
+"""`hf-diffkv chat`: a conversation with a model, all turns on one cache."""
 
 from __future__ import annotations
 

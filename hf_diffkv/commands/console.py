@@ -41,7 +41,7 @@ class Command(click.Command):
 
 
 class Failure(click.ClickException):
-    """A command failed or has a bad result; its exit code is 1, while that of usage errors is 2."""
+    """A command failed or has a bad result; the exit code is 1, not 2 as for usage errors."""
 
     exit_code = 1
 

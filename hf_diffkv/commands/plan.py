@@ -45,7 +45,7 @@ size_options = chain(
     click.option("--memory", type=SIZE_TYPE, required=True, help="Memory of the device, for example 24GB."),
     click.option("--reserve", type=SIZE_TYPE, help="Kept free for activations.  [default: a tenth of --memory]"),
     click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: size of the files, or computed]"),
-    click.option("--batch", type=AtLeast(), default=1, help="Number of requests for the longest context."),
+    click.option("--batch", type=AtLeast(), default=1, help="Requests for the longest context."),
     click.option(
         "--max-bytes",
         type=BUDGET_TYPE,
@@ -62,9 +62,9 @@ size_options = chain(
     cls=Command,
     help="Compute the context and batch that fit into memory, from the model's configuration alone: no weights are "
     "loaded, and nothing runs. DiffKV's bytes include whole pages, windows and tables. The share of tokens at the high "
-    "level depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Also print the number of "
-    "tokens at which a cache that is precise until its budget is full starts to lower heads, and at which room runs "
-    "out. If the model's heads have been measured, also print the predicted loss at other sizes.",
+    "level depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Also print at how many "
+    "tokens a cache that is precise until its budget is full starts to lower heads, and at how many it is out of room. "
+    "If the model's heads have been measured, also print the predicted loss at other sizes.",
 )
 @model_option(required=True)
 @size_options
@@ -81,7 +81,7 @@ size_options = chain(
     "--plot",
     type=PATH_TYPE,
     metavar="FILE",
-    help="Plot the predicted loss over bytes, as png, svg or pdf according to the name.",
+    help="Plot the predicted loss over bytes, as png, svg or pdf by its name.",
 )
 @json_option
 def command(**given: Any) -> None:

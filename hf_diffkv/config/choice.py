@@ -71,7 +71,7 @@ def _of_latents(
     given: Mapping[str, Any],
     saved: Choice | None,
 ) -> Choice:
-    """Chooses for a model that caches latents, where measured rows matter only if a ratio is requested."""
+    """Chooses for a model that caches latents, where measured rows count only for a given ratio."""
     if target_ratio is None:
         return latent_fields(LATENT_PRESETS[preset or DEFAULT_PRESET]), None
     ratio, calibration = as_ratio("target_ratio", target_ratio), _measured(model, saved)

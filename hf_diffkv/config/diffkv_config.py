@@ -45,12 +45,12 @@ class DiffKVConfig:
     """Configuration of a `DiffKVCache` (algorithm: DiffKV, SOSP 2025, sections 4 and 5).
 
     After N tokens, a token is stored at `high` if the mean attention it has received is at least `alpha_high / N`, at
-    `low` if it is at least `alpha_low / N`, and is pruned otherwise.
+    `low` if it is at least `alpha_low / N`, and otherwise pruned.
 
     The defaults depend on whether any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy` and
-    `policy_options` is given. If none is, they come from the preset "balanced", which `DiffKVCache(model)` falls back
-    to as well: K5V4 for all tokens, a `window` of 32, `adaptive_rounding`, and 16 `metadata_bits`. Otherwise those in
-    the signature apply: two levels, K8V4 and K4V2, and a `window` of 64. `paper` returns the paper's configuration.
+    `policy_options` is given. If none is, they come from the preset "balanced", the fallback of `DiffKVCache(model)`:
+    K5V4 for all tokens, a `window` of 32, `adaptive_rounding`, 16 `metadata_bits`. Otherwise those in the signature
+    apply: two levels, K8V4 and K4V2, and a `window` of 64. `paper` returns the paper's configuration.
 
     Args:
         high: precision of tokens with high significance: a `Precision` or its name, for example "K8V4".
@@ -60,21 +60,21 @@ class DiffKVConfig:
         head_precisions: precision of each KV head in each compressed layer, used for all of the head's tokens, with at
             most two precisions per layer. A None entry applies `high`, `low` and the thresholds in that layer; None
             applies them in every layer. `with_ratio` sets this field.
-        window: number of newest tokens of each request that are kept uncompressed in the model's dtype; at least 1.
+        window: number of newest tokens of each request kept uncompressed in the model's dtype; at least 1.
         sinks: number of first tokens of each request that are also kept uncompressed and never pruned.
         policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
             apply only to `"diffkv"`.
         policy_options: options of the policy by name.
-        observation_window: number of queries at the end of a prompt that count towards significance; None counts all.
-            Unused if no level depends on significance (`selects`).
+        observation_window: number of a prompt's final queries that count towards significance; None counts all. Unused
+            if no level depends on significance (`selects`).
         rotate: whether keys and values are rotated by a Hadamard matrix with random signs before they are stored. This
-            spreads large channels over all channels, so that fewer bits suffice. It costs two small products per layer
-            and step, but no memory.
+            spreads large channels over all, so that fewer bits suffice. It costs two small products per layer and step,
+            but no memory.
         center: whether the mean key of each request and KV head is subtracted from its stored keys. Layers with
             attention sinks or a softcap are not centred.
-        adaptive_rounding: whether keys of up to 6 bits are rounded to change the logits as little as possible rather
-            than to the nearest code (`ops/rounding`): keys of a prompt for its queries, generated keys for the model's
-            query moments, if measured. It costs no memory, except under a budget without measured moments.
+        adaptive_rounding: whether keys of up to 6 bits are rounded for the least change in logits rather than to the
+            nearest code (`ops/rounding`): keys of a prompt for its queries, generated keys for the model's query
+            moments, if measured. It costs no memory, except under a budget without measured moments.
         metadata_bits: 32 or 16: bits of a quantisation group's scale and zero point together, and of a stored token's
             significance and of its position. With 16, scales have a 5-bit mantissa and significance is rounded
             randomly. Neither significance nor position is stored if no level depends on significance (`selects`).
@@ -82,13 +82,13 @@ class DiffKVConfig:
         max_bytes: byte budget per device: a number, a size such as "3GB", or a share such as "80%" of the memory that
             is free when a cache stores its first tokens; None means no limit.
         until_full: precision of all tokens until `max_bytes` is full. After that, whole heads of a request are lowered
-            to their final precision, the least harmful first; once all are lowered, a `MemoryError` ends generation.
-            "auto" means K8V8 if no level depends on significance and some head ends at fewer bits, else None; heads go
-            from K8V8 via K6V5 to a final precision of at most K5V4, and via K4V4 to fewer bits. If a precision is
-            named, heads go straight to their final one, and a layer whose heads have two final precisions starts at the
-            higher one. None raises thresholds and prunes tokens instead.
-        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. If `generate()`
-            is given a `compile_config`, the forward is compiled first.
+            to their final precision, least harmful first; once all are lowered, a `MemoryError` ends generation. "auto"
+            is K8V8 if no level depends on significance and some head ends at fewer bits, else None; heads go from K8V8
+            via K6V5 to a final precision of at most K5V4, and via K4V4 to fewer bits. If a precision is named, heads go
+            straight to their final one, and a layer whose heads have two final precisions starts at the higher one.
+            None raises thresholds and prunes tokens instead.
+        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. With a
+            `compile_config`, the forward is compiled first.
 
     Raises:
         ValueError: a value is out of range, thresholds are out of order, or a field does not exist. The message names
@@ -188,10 +188,10 @@ class DiffKVConfig:
         """Whether a token's level depends on its significance.
 
         False if all tokens of a head get the same precision regardless of the attention they receive. This requires the
-        policy "diffkv" and either no `max_bytes` or tokens that are `precise` until it is full. In addition, either
-        `head_precisions` covers all layers and heads, or `alpha_low` is 0 everywhere and, unless both precisions are
-        equal, `alpha_high` is 0 or infinite everywhere. Such layers store neither significance nor positions and spend
-        no work on them, even if other layers of the cache do (`of_layer`).
+        policy "diffkv" and either no `max_bytes` or tokens that are `precise` until it is full. It also requires
+        `head_precisions` for all layers and heads, or an `alpha_low` of 0 everywhere and, unless both precisions are
+        equal, an `alpha_high` of 0 or infinity. Such layers store neither significance nor positions and spend no work
+        on them, even if other layers of the cache do (`of_layer`).
         """
         if self.policy != "diffkv" or (self.max_bytes is not None and self.precise is None):
             return True
@@ -301,7 +301,7 @@ class DiffKVConfig:
         """Chooses the configuration that suits a model.
 
         The first of these that exists is used: the configuration saved with the model's files, a precision for each
-        head if its heads have been measured, the settings that the papers publish for it, or `preset("balanced")`.
+        head if measured, the settings that the papers publish for it, or `preset("balanced")`.
 
         Head measurements are looked up by the weights of a loaded model, in the user's cache folder and among the
         shipped ones (docs/calibration.md). If `kwargs` set levels (precisions, thresholds, a policy), the other level
@@ -414,7 +414,7 @@ class DiffKVConfig:
 
         Args:
             save_directory: folder to write to.
-            push_to_hub: whether to upload it too, along with the folder's `diffkv_queries.safetensors` if there is one.
+            push_to_hub: whether to upload it too, with the folder's `diffkv_queries.safetensors` if there is one.
             repo_id: repository to upload to; None uses the folder's name.
             **kwargs: keyword arguments for `push_to_hub`.
 

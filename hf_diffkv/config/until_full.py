@@ -16,7 +16,7 @@ AUTO = "auto"
 PRECISE = Precision(8, 8)
 # steps from K8V8 to fewer bits, so that intermediate loads have intermediate precisions (docs/notes/quality-studies.md)
 MIDDLES = (Precision(6, 5), Precision(4, 4))
-# final precisions of a layer's heads; a single one if all heads share it
+# final precisions of a layer's heads; only one if they share it
 Finals = tuple[Precision, ...]
 
 
@@ -73,7 +73,7 @@ def joined_names(precisions: Iterable[Precision]) -> str:
 
 
 def final_precisions(config: BudgetFields) -> tuple[Finals, ...] | None:
-    """Returns the final precisions by layer, a single entry if all layers are alike; None if tokens are chosen."""
+    """Returns the final precisions by layer, one entry if all layers are alike; None if tokens are chosen."""
     if config.policy != "diffkv":
         return None
     of_layers = (config.head_precisions, config.alpha_high, config.alpha_low)
@@ -149,7 +149,7 @@ def precise_of(config: BudgetFields) -> Precision | None:
 
 
 def rungs_of(config: BudgetFields, index: int) -> Rungs:
-    """Returns the rungs of one compressed layer; `precise_of` must not be None for the configuration."""
+    """Returns the rungs of one compressed layer; `precise_of` must not be None."""
     layers = final_precisions(config) or ()
     own = _own_rungs(config, layers[index if len(layers) > 1 else 0])
     if own.low != own.high:

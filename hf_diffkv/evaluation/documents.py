@@ -16,7 +16,7 @@ class Document:
     Attributes:
         name: name, unique within the task.
         context: token ids of the prompt.
-        questions: token ids of each question and of its answer, for tasks that ask questions.
+        questions: token ids of each question and of its answer, for tasks that ask.
         continuation: token ids that follow the prompt, for tasks that continue it.
         extra: further data of the task, ready for JSON.
     """

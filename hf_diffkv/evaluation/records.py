@@ -30,7 +30,7 @@ class Record:
         dense_bytes: memory of the dense cache with the document in it.
         simulated: whether `bytes` was computed rather than measured.
         seconds: time for the whole document.
-        error: reason for which the method failed, in which case there are no figures.
+        error: reason for which the method failed and has no figures.
         details: further results of the task, such as which answers were right.
         environment: versions, commit, hardware.
         basis: further settings that determined the figures (`basis.bases_of`); empty in records of 0.1.

@@ -1,4 +1,4 @@
-"""Registry of objects by name, which finds a package's modules without a list of them."""
+"""Registry of objects by name, which finds a package's modules without a list."""
 
 from __future__ import annotations
 

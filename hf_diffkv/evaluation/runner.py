@@ -72,7 +72,7 @@ def run(
 
 
 class _Runner:
-    """Measures methods on documents and keeps the records, with bases looked up by the method's label."""
+    """Measures methods on documents and keeps the records, with bases by method label."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _Runner:
         self.environment, self.bases = environment, bases
 
     def run(self, task: Task, document: Document, methods: Sequence[Method]) -> None:
-        """Measures each method on a document, starting with the dense cache, which is the reference."""
+        """Measures each method on a document, starting with the dense cache, the reference."""
         dense = next((method for method in methods if method.label == DENSE), None)
         reference, observed = self._measure(dense or get_method(DENSE), task, document)
         if dense is not None:

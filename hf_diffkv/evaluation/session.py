@@ -1,4 +1,4 @@
-"""Sessions: one cache of a method, used for all forwards of a document."""
+"""Sessions: one cache of a method for all forwards of a document."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Session:
         """Runs the model on further tokens.
 
         Args:
-            keep: number of positions, counted from the end, whose logits are returned.
+            keep: number of final positions whose logits are returned.
 
         Returns:
             Logits, [keep, vocabulary] in the model's dtype.
@@ -43,7 +43,7 @@ class Session:
         return self._run(ids, positions, None, keep)
 
     def ask(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Runs the model on several independent continuations of the tokens seen so far.
+        """Runs the model on several independent continuations of the tokens seen.
 
         The cache cannot be used afterwards, so call it on a `branch`. If all layers attend to all tokens and attention
         accepts a bool mask, one forward runs all continuations, separated by the mask. The logits are the same.

@@ -2,8 +2,8 @@
 
 Head losses are assumed to add up. The heads of a layer share at most two precisions, a pair. The best choice for each
 layer and number of bytes is found first, then the optimal sum over layers by dynamic programming. If this takes more
-pairs than allowed, pairs are dropped one by one, always the one that costs least. Then single pairs are exchanged as
-long as that helps.
+pairs than allowed, pairs are dropped one by one, always the one that costs least. Then single pairs are exchanged while
+that helps.
 """
 
 from __future__ import annotations

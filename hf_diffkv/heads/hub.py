@@ -21,7 +21,7 @@ def find(
     cache_dir: str | os.PathLike | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Finds the configuration file in a folder or Hub repository, and downloads it if it is not cached.
+    """Finds the configuration file in a folder or Hub repository, and downloads it if not cached.
 
     Raises:
         FileNotFoundError: the folder or repository does not exist or has no such file.
@@ -95,7 +95,7 @@ def cached(repo: str, file: str) -> str | None:
 
 
 def configuration(repo: str) -> Path | None:
-    """Returns the configuration file for the commit of a model that is in the Hub's cache, or None.
+    """Returns the configuration file for the commit of a model in the Hub's cache, or None.
 
     If the cache does not say whether there is one, the Hub is asked once. No answer counts as none.
     """

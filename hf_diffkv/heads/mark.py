@@ -71,8 +71,8 @@ class Mark:
         """Returns the distance between two marks.
 
         It is 0 for equal marks, about 1.4 for separately trained models, and infinite for different kinds. It is the
-        root mean square, over all weights, of |a - b| / s, where s is the larger of the two norms about the mean. An
-        angle would not do, as it is always small if all weights are positive, as in most models.
+        root mean square, over all weights, of |a - b| / s, with s the larger of both norms about the mean. An angle
+        would not do, as it is always small if all weights are positive, as in most models.
         """
         if self == other:
             return 0.0

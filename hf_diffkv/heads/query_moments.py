@@ -45,7 +45,7 @@ class QueryMoments:
         mark: mark by which copies and relatives of the model are recognised; None without one.
 
     Raises:
-        ValueError: there are tensors of another shape or dtype, values that are not finite, or no layers.
+        ValueError: tensors have another shape or dtype or values that are not finite, or there are none.
     """
 
     model_type: str

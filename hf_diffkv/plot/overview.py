@@ -117,7 +117,7 @@ def _bars(row: int, layer: LayerReport) -> list[tuple[str, Box]]:
 
 
 def _draw(axis: Axes, boxes: Sequence[tuple[str, Box]], colours: dict[str, str], **edges: Any) -> None:
-    """Draws the boxes as one collection per name, because thousands of patches would take seconds."""
+    """Draws the boxes as one collection per name, because thousands of patches take seconds."""
     from matplotlib.collections import PolyCollection
 
     for name, colour in colours.items():

@@ -148,7 +148,7 @@ class Hierarchy:
             (say or warn)(f"{message}: {error}")
 
     def drop_damaged(self, name: str, tier: PrefixTier, error: Exception, say: Callable[[str], None]) -> None:
-        """Removes a damaged prefix from `tier`, and reports it unless another process has already removed it."""
+        """Removes a damaged prefix from `tier`, and reports it unless another process removed it meanwhile."""
         if tier.holds(name):
             self.disk_errors += 1
             say(f"a stored prefix is damaged and is removed: {error}")

@@ -54,7 +54,7 @@ class PrefixStats:
         tokens_reused: number of these tokens that were found in a prefix and not recomputed.
         bytes_read: bytes read from each tier by hits and by loading ahead of them.
         bytes_written: bytes written to each tier.
-        loaded_ahead, offloaded: number of prefixes that the thread started by `PrefixStore.start` moved up for waiting
+        loaded_ahead, offloaded: number of prefixes that the thread of `PrefixStore.start` moved up for waiting
             requests, and moved down early.
         disk_errors: number of the folder's files that could not be read, written or removed, or were damaged.
         lookup_seconds: time spent in `lookup`.

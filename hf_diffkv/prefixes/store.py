@@ -52,7 +52,7 @@ class _Hit(NamedTuple):
 
 
 class PrefixStore:
-    """Stores the caches of requests so that later requests that begin the same way need not recompute the prefix.
+    """Stores the caches of requests, so that later requests with the same prefix need not recompute it.
 
         store = PrefixStore(model, device_bytes=1 << 30, folder="prefixes")
         cache = store.lookup(input_ids)
@@ -66,7 +66,7 @@ class PrefixStore:
 
     Eviction follows CaR's score. A request adds 1 to the score of the prefix it will use when `look_ahead` announces
     it, and another 1 when `lookup` dispatches it. Both are taken back when it is inserted or its cache is dropped. The
-    prefix with the lowest score is evicted first and, among equal scores, the least recently used one.
+    prefix with the lowest score is evicted first, then the least recently used one.
 
     On a CPU, device and host form one tier, "device", with the sum of both limits. Requests are looked up one at a time
     (batch size 1). A store may be used from several threads, and its folder by several processes and models at once.
@@ -131,7 +131,7 @@ class PrefixStore:
         for those it would evict. Continuous batching starts it. Failures are logged and leave the prefix in place.
 
         Raises:
-            ImportError: the serving package, which contains the thread, is not installed.
+            ImportError: the serving package, which has the thread, is not installed.
         """
         with self._lock:
             if isinstance(self._background, NoThread):
@@ -154,7 +154,7 @@ class PrefixStore:
 
         Args:
             input_ids: the whole prompt, integers [1, tokens] or [tokens], without padding.
-            content: all processor outputs except the ids, such as {"pixel_values": ...}. It is needed if the prompt has
+            content: all processor outputs except the ids, such as {"pixel_values": ...}. Needed if the prompt has
                 placeholders for images, video or audio. Prefixes that extend past the first placeholder are found only
                 for equal content. {} means that the placeholders have no content.
 
@@ -247,7 +247,7 @@ class PrefixStore:
         """Computes and stores a prefix that many requests will begin with, such as a system prompt or a document.
 
         It does nothing if the prefix is already stored. A request that continues it behaves as if its prompt had been
-        run in these two parts, which under compression differs slightly from running it in one piece.
+        run in these two parts, which under compression differs slightly from a single run.
 
         Args:
             input_ids: all tokens of the prefix, integers [1, tokens] or [tokens].
@@ -328,7 +328,7 @@ class PrefixStore:
             self._tiers.save()
 
     def clear(self) -> None:
-        """Removes all prefixes of this model and configuration, including those in the folder, but keeps statistics."""
+        """Removes all prefixes of this model and configuration, also from the folder, but keeps statistics."""
         with self._session():
             self._tiers.remove(list(self._tiers.entries))
 

@@ -120,7 +120,7 @@ class FolderTier:
 
     Args:
         folder: path of the folder, which is created if missing.
-        limit: maximum total size of all prefixes' files in it, including those of other processes.
+        limit: maximum size of all prefixes' files, including those of other processes.
 
     Raises:
         ValueError: the folder, or one above it, is a file.

@@ -47,11 +47,11 @@ EXPECTED_ERRORS = (
     *NO_MEMORY,
     NotImplementedError,
     HandOverError,
-    # for packages that a model or its weights need and that are missing
+    # for missing packages that a model or its weights need
     ImportError,
 )
 WARM_UP_TOKENS = 3
-# number of characters at the end of a prompt that are printed before its answer
+# number of final characters of a prompt printed before its answer
 ECHOED = 60
 # exit code of a process ended by SIGPIPE, as shells report it
 BROKEN_PIPE = 141
@@ -127,7 +127,7 @@ class FinishedRun:
         peak_source: description of the kind of measurement.
         prompt_seconds: time to the first token of the first turn.
         tokens_per_second: decoding speed, not counting the first token of each turn; None if there were no others.
-        levels: number of tokens by level, summed over layers, heads and requests (DiffKV only).
+        levels: number of tokens by level over layers, heads and requests (DiffKV only).
         layers: token counts per layer and head (DiffKV only).
         num_layers: number of layers of the cache, compressed or not.
         config: fields of the cache's `DiffKVConfig` (DiffKV only).

@@ -15,8 +15,8 @@ ANSWER = "(answer)"
 def chat_turns(tokenizer: Any, messages: Sequence[str], system: str | None = None) -> list[str]:
     """Returns the text to append before each answer.
 
-    The first text is the first message with everything that the template adds; each later one is the end of the
-    previous answer and the next message.
+    The first text is the first message with all that the template adds; each later one is the end of the previous
+    answer and the next message.
 
     Special tokens are written out, so the text must be tokenised without adding any.
 

@@ -14,7 +14,7 @@ from .base import HeldBytes, Method
 METHODS: Registry[Callable[[list[str]], Method]] = Registry("method", __name__)
 # decorator for the function that builds the methods of a family, called with its name
 method = METHODS.add
-# methods available only in scripts of a checkout
+# methods of scripts in a checkout
 ELSEWHERE = dict.fromkeys(("kvpress", "llama-cpp"), "benchmarks/quality/peers.py")
 
 
@@ -22,7 +22,7 @@ def get_method(text: str) -> Method:
     """Makes the method that `text` names, for example `dense`, `diffkv:3/0` or `quanto:4`.
 
     Raises:
-        EvaluationError: the family is unknown (the message has suggestions) or does not have such options.
+        EvaluationError: the family is unknown (with suggestions) or does not have such options.
     """
     family, _, options = text.strip().partition(":")
     if family in ELSEWHERE and family not in METHODS.names():

@@ -84,8 +84,8 @@ def branched(layer: Any) -> Any:
 def tensor_bytes(root: Any) -> int:
     """Returns the bytes of all distinct tensors reachable from `root` by attributes, containers and tensor subclasses.
 
-    A view counts as all the memory that it keeps alive. Views in sliding-window layers count only as their own size,
-    because the next forward frees the rest.
+    A view counts as all the memory that it keeps alive. Views in sliding-window layers count only as their own size, as
+    the next forward frees the rest.
     """
     storages: dict[int, int] = {}
     within_windows = 0

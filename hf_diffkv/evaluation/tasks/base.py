@@ -11,7 +11,7 @@ from typing import Any
 from ..documents import Document
 from ..session import Session
 
-# sum and weight of one document by metric; a figure over documents is the sum of sums divided by the sum of weights
+# sum and weight of one document by metric; a figure over documents is the sum of sums over the sum of weights
 Sums = dict[str, tuple[float, float]]
 
 

@@ -68,10 +68,10 @@ def _answer_in_turn(session: Session, document: Document) -> list[Tensor]:
 
 
 class FactsTask(AskingTask):
-    """Task with facts that are stated once; a question repeats the beginning of a fact, and its answer is the rest."""
+    """Task with facts stated once; a question repeats the beginning of a fact, and its answer is the rest."""
 
     count = 2
-    # whether the text states the facts in their given order
+    # whether the text states the facts in order
     ordered = False
 
     @abstractmethod
