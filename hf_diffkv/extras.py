@@ -27,7 +27,7 @@ def install(extra: str) -> str:
     part = BESIDE.get(extra, f".[{extra}]")
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{part}'"
-    # an index may lack the distributions beside the library
+    # an index may lack the other distributions
     checkout = _installed_from()
     if checkout is not None:
         return f"pip install {shlex.quote(f'{checkout}/{part}')}"

@@ -1,7 +1,7 @@
 """Commands of `hf-diffkv`, one module each, which has the command's name and contains its `command`.
 
 Some of the commands are in other distributions; help and errors say how to install those. Nothing here imports PyTorch
-or Transformers before a command runs, so that help and usage errors appear at once.
+or Transformers before a command runs, so that help and usage errors appear immediately.
 """
 
 from __future__ import annotations

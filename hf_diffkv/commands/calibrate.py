@@ -15,7 +15,7 @@ from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command
 from .options import MAX_KL, NUMBERS_TYPE, PATH_TYPE, AtLeast, model_option, quiet_option, running_options
 
-# options any of which selects thresholds
+# options that each select thresholds
 OF_THRESHOLDS = (
     *("thresholds", "max_kl", "max_loss", "task", "method"),
     *("alpha_high", "alpha_low", "per_layer", "documents", "seed", "retry"),

@@ -176,7 +176,7 @@ def _compressed(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> di
 
 
 def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleNamespace) -> int:
-    """Returns the bytes that compressed layers may take.
+    """Returns the bytes that compressed layers may use.
 
     Raises:
         ValueError: `config.max_bytes` is above what is left for them.

@@ -41,7 +41,7 @@ def user_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_diffkv"
     except RuntimeError:
-        # no home folder, as in some containers; nothing is found there, and nothing can be written
+        # no home folder, as in some containers, so nothing is found and nothing can be written
         return Path(os.devnull) / "hf_diffkv"
 
 

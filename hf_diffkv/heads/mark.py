@@ -52,7 +52,7 @@ class Mark:
             norms: normalisation weights by name (`heads.weights.norms_of`), with data.
 
         Returns:
-            The mark; None if fewer than half of these weights vary, so that they cannot tell models apart.
+            The mark; None if fewer than half of these weights vary, too few to tell models apart.
         """
         import torch
 

@@ -100,7 +100,7 @@ class Hierarchy:
         return sorted(self.entries, key=self.rank, reverse=True)
 
     def note_use(self, name: str) -> None:
-        """Makes a prefix the most recently used one."""
+        """Marks a prefix as the most recently used."""
         self._clock = max(time.time_ns(), self._clock + 1)
         self.entries[name].used = self._clock
         if self.folder is not None:

@@ -1,4 +1,4 @@
-"""Resolves short names of models to Hub ids or local copies, and loads models."""
+"""Resolves short model names to Hub ids or local copies, and loads models."""
 
 from __future__ import annotations
 

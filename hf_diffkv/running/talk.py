@@ -74,7 +74,7 @@ class Talk:
         messages = [text] if self.first is None else [self.first, text]
         turn = chat_turns(self.tokenizer, messages, self.system)[-1]
         added = self.tokenizer(turn, add_special_tokens=False).input_ids
-        # the model may have ended its answer by itself
+        # the model may have ended its answer itself
         ended = self.ids.numel() and added and int(self.ids[0, -1]) == added[0]
         return added[1:] if ended else added
 
