@@ -46,7 +46,7 @@ class Method(ABC):
 
     @abstractmethod
     def new_cache(self, model: Any) -> Any:
-        """Makes an empty cache for `model`. Raises an error if the model does not support it."""
+        """Makes an empty cache for `model`. Raises an error if it does not support the model."""
 
     def decided_by(self, model: Any) -> dict[str, Any]:
         """Returns settings that `label` leaves to the model or its files, ready for JSON.
