@@ -1,9 +1,9 @@
 """KV cache for Transformers that stores keys and values in few bits, as many as each attention head needs.
 
-It grew out of DiffKV (SOSP 2025), and also has DiffKV's levels by significance and pruning.
+It grew out of DiffKV (SOSP 2025) and also supports DiffKV's levels by significance and pruning.
 
-Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`: at once if Transformers'
-models have been imported, else once they are imported.
+Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`: immediately if
+Transformers' models have been imported, otherwise once they are.
 """
 
 import importlib

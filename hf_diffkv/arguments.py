@@ -1,4 +1,4 @@
-"""Checks of arguments that several packages share."""
+"""Argument checks shared by several packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
-# similarity, 0 to 1, from which a name may have been meant
+# least similarity, 0 to 1, at which a name may have been meant
 SIMILAR = 0.6
 
 
@@ -19,5 +19,5 @@ def as_ratio(name: str, value: Any) -> float:
 
 
 def similar(given: Any, known: Iterable[str], count: int = 1) -> list[str]:
-    """Returns up to `count` of the known names that `given` may have been meant as, the most similar one first."""
+    """Returns up to `count` known names that `given` may have been meant to be, most similar first."""
     return difflib.get_close_matches(str(given), sorted(known), n=count, cutoff=SIMILAR)

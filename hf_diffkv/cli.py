@@ -1,4 +1,4 @@
-"""The `hf-diffkv` command: finds and runs a subcommand, and turns errors into one line and an exit code.
+"""The `hf-diffkv` command: finds and runs a subcommand, and turns errors into a line and an exit code.
 
 Exit codes: 0 done, 1 failed or with a bad result, 2 wrong usage, 130 interrupted.
 """
@@ -25,8 +25,8 @@ INTERRUPTED = 130
 PROGRAM = "hf-diffkv"
 TRY = {
     "hf-diffkv generate --example": "A long document: answer, memory, time.",
-    "hf-diffkv chat --preset small": "Talk; /memory says what it takes.",
-    "hf-diffkv demo": "Both caches side by side in a browser.",
+    "hf-diffkv chat --preset small": "Chat; /memory shows the cache's size.",
+    "hf-diffkv demo": "Show both caches side by side in a browser.",
 }
 
 
@@ -65,7 +65,7 @@ class Commands(click.Group):
     name=PROGRAM,
     help="A KV cache for Transformers models that stores keys and values in few bits, as many as each attention head "
     "needs; it can also choose tokens and prune, as DiffKV does.",
-    epilog="Each command has a --help of its own. Exit codes: 0 done, 1 failed or with a bad result, 2 wrong "
+    epilog="Every command has its own --help. Exit codes: 0 done, 1 failed or with a bad result, 2 wrong "
     "usage, 130 interrupted.",
 )
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
@@ -76,8 +76,8 @@ def hf_diffkv() -> None:
 def _open_streams() -> None:
     """Makes the standard streams usable.
 
-    Streams that the caller has closed, which Python has as None, become the null device. Characters that the encoding
-    of stdout lacks are escaped, as on stderr; an error would end a run in the middle of its text.
+    Streams that the caller has closed, which are None in Python, become the null device. Characters that stdout's
+    encoding lacks are escaped, as on stderr, since an error would end a run in the middle of its text.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -87,7 +87,7 @@ def _open_streams() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, command: click.Command = hf_diffkv, program: str = PROGRAM) -> int:
-    """Runs a command, named `program` in messages, and returns its exit code; None takes the process's arguments."""
+    """Runs a command, called `program` in messages, and returns its exit code; None uses the process's arguments."""
     _open_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = hf_dif
         print(f"{program}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
     except OSError as error:
-        # of a file or a device, such as a full disk
+        # from a file or a device, such as a full disk
         where = f"{error.filename}: " if error.filename else ""
         print(f"{program}: {where}{(error.strerror or one_line(error)).rstrip('.')}.", file=sys.stderr)
         return FAILED

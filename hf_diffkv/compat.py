@@ -1,7 +1,7 @@
-"""Private names of Transformers by the feature that needs them, as of release 5.24.
+"""Private names of Transformers, by the feature that needs them, as of release 5.24.
 
-If a release lacks a name, or has it with other parameters, the feature is disabled. A warning says so, or an error if
-the feature is requested. No other module uses such a name without checking here.
+If a release lacks a name or changes its parameters, the feature is disabled with a warning, or with an error if the
+feature is requested. No other module uses such a name without checking here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 Wrap = Callable[[Callable], Callable]
-# features whose loss was reported
+# features whose loss has been reported
 _said: set[Feature] = set()
 
 
@@ -26,9 +26,9 @@ class PrivateName:
     """A private function or attribute.
 
     Attributes:
-        owner: module, class, or function that mentions the name: "module", "module:Class.function".
-        parameters: parameters of a function without self, with "..." for any that follow; None for an attribute, which
-            the owner has or the class's `__init__` sets.
+        owner: module, class or function that mentions the name: "module", "module:Class.function".
+        parameters: a function's parameters except self, with "..." for any that follow; None for an attribute that the
+            owner has or the class's `__init__` sets.
     """
 
     owner: str
@@ -54,7 +54,7 @@ class Feature:
     """A feature that needs private names.
 
     Attributes:
-        lost: description of the loss without them, and of the remedy.
+        lost: description of what is lost without them, and of the remedy.
         since: first release of Transformers that has them.
     """
 
@@ -63,7 +63,7 @@ class Feature:
     since: tuple[int, int] = (0, 0)
 
     def missing(self) -> list[str]:
-        """Returns missing or changed names as "Owner.name"; none for a release older than the feature."""
+        """Returns missing or changed names as "Owner.name"; none if the release is older than the feature."""
         if self._is_older():
             return []
         return [str(name) for name in self.names if not name.found()]
@@ -130,12 +130,12 @@ def parameters_of(function: Any) -> list[str] | None:
 
 
 def names_of(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName, ...]:
-    """Makes the private names of `owner`: attributes, and functions with their parameters."""
+    """Returns the private names of `owner`: attributes, and functions with their parameters."""
     of_functions = (PrivateName(owner, name, parameters) for name, parameters in functions.items())
     return (*(PrivateName(owner, name) for name in attributes), *of_functions)
 
 
-# name of a cache as an argument: before release 5.24, and since
+# name of the cache argument: before release 5.24, and since
 CACHE_NAMES = ("past_key_values", "cache")
 _GENERATION_MIXIN = "transformers.generation.utils:GenerationMixin"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -227,7 +227,7 @@ class Wrapped:
         self.originals: dict[tuple[type, str], Callable] = {}
 
     def wrap(self, owner: type, name: str, wrap: Wrap) -> None:
-        """Replaces a method of `owner` or its base class by `wrap(method)`."""
+        """Replaces a method of `owner` or its base class with `wrap(method)`."""
         owner = next(base for base in owner.__mro__ if name in vars(base))
         method = self.originals[owner, name] = getattr(owner, name)
         wrapper: Any = wraps(method)(wrap(method))
@@ -235,7 +235,7 @@ class Wrapped:
         setattr(owner, name, wrapper)
 
     def undo(self) -> None:
-        """Restores all methods, except those wrapped by another library since; our wrapper then passes calls on."""
+        """Restores all methods, except any that other libraries have wrapped; our wrapper then passes calls on."""
         for (owner, name), method in self.originals.items():
             if getattr(getattr(owner, name), "_diffkv", False):
                 setattr(owner, name, method)
@@ -244,7 +244,7 @@ class Wrapped:
 
 @cache
 def cache_argument() -> str:
-    """Returns this release's argument name for a cache of a model or `generate()`; the other name may work as well."""
+    """Returns the name of this release's cache argument of a model or `generate()`; the other may work too."""
     from transformers.generation.utils import GenerationMixin
 
     taken = parameters_of(inspect.unwrap(GenerationMixin.prepare_inputs_for_generation)) or []
@@ -252,12 +252,12 @@ def cache_argument() -> str:
 
 
 def passing(given: Any) -> dict[str, Any]:
-    """Returns a cache as a keyword argument of a model or of `generate()`."""
+    """Returns a cache as a keyword argument for a model or `generate()`."""
     return {cache_argument(): given}
 
 
 def passed(arguments: Mapping[str, Any]) -> Any:
-    """Returns the cache among arguments, also under the former name that older model code may use, or None."""
+    """Returns the cache among arguments, possibly under the name that older model code uses, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
@@ -281,7 +281,7 @@ def attentions_of(model: Any) -> list[tuple[Any, str | None]]:
     owners = (model, *(part for part in model.modules() if hasattr(getattr(part, "config", None), "sub_configs")))
     found: dict[int, Any] = {}
     for owner in owners:
-        # the last position counts, as a configuration met before may be part of another one
+        # the last position counts, as a configuration seen before may be part of another one
         for config in with_parts(owner.config):
             found.pop(id(config), None)
             found[id(config)] = config
@@ -306,7 +306,7 @@ def set_attentions(attentions: list[tuple[Any, str | None]]) -> None:
 
 def can_switch(model: Any) -> bool:
     """Returns whether the attention of `model` can be switched; True if that is unknown."""
-    # configurations do not tell
+    # configurations do not say
     if not hasattr(model, "set_attn_implementation"):
         return True
     return not SWITCHING.available() or model._can_set_attn_implementation()
@@ -328,34 +328,34 @@ def forget_attention(*names: str) -> None:
 
 
 def disown(cache: Any) -> None:
-    """Makes `generate()` treat a given cache like one that it made itself."""
+    """Makes `generate()` treat a given cache like one that it created itself."""
     if OWN_CACHE.available():
         cache._is_user_defined = False
 
 
 def text_length(arguments: Mapping[str, Any], generation_config: Any = None) -> int | None:
-    """Returns the number of tokens of the whole text of a call, cached ones included.
+    """Returns the number of tokens in the whole text of a call, including cached ones.
 
     Args:
         arguments: arguments of the model, with a mask or position ids.
         generation_config: configuration of the `generate()` call, or None.
 
     Returns:
-        The number of tokens; None if nothing tells it.
+        The number of tokens; None if it cannot be determined.
     """
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    # newer releases drop a mask without padding, and note its length
+    # newer releases drop a mask without padding but note its length
     noted = getattr(generation_config, "_mask_length", None) if mask is None else None
     shapes = (given.shape for given in (mask, positions) if isinstance(given, Tensor) and given.ndim < 4)
     return next((shape[-1] for shape in shapes), None) if noted is None else noted
 
 
 def is_paused_here(manager: Any) -> bool:
-    """Returns whether this thread has paused a manager of continuous batching; releases before 5.24 cannot."""
+    """Returns whether this thread has paused a continuous batching manager; releases before 5.24 cannot pause it."""
     asked = getattr(getattr(manager, "background_thread_status", None), "is_pause_requested", None)
     return asked is not None and asked(local=True)
 
 
 def kept_manager(model: Any) -> Any:
-    """Returns the manager of continuous batching that a model keeps for its next call, or None."""
+    """Returns the continuous batching manager that a model keeps for its next call, or None."""
     return getattr(model, "_cached_continuous_batching_manager", None)

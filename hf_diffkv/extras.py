@@ -1,4 +1,4 @@
-"""Optional extras: commands that install them, and imports from the other distributions (packages/)."""
+"""Optional extras: commands to install them, and imports from the other distributions (packages/)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 ROOT = Path(__file__).resolve().parents[1]
-# extras that install another distribution, with its path in a checkout
+# extras that install another distribution, with their path in a checkout
 BESIDE = {
     "serve": "packages/serving",
     "ray": "packages/serving[ray]",
@@ -23,11 +23,11 @@ BESIDE = {
 
 
 def install(extra: str) -> str:
-    """Returns the command that installs an extra, from the checkout if this runs from one or was installed from one."""
+    """Returns the command to install an extra, from the checkout if this runs or was installed from one."""
     part = BESIDE.get(extra, f".[{extra}]")
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{part}'"
-    # an index need not have what is beside the library
+    # an index may lack the other distributions
     checkout = _installed_from()
     if checkout is not None:
         return f"pip install {shlex.quote(f'{checkout}/{part}')}"
@@ -49,7 +49,7 @@ def beside(module: str, extra: str) -> ModuleType:
     """Imports a module of another distribution.
 
     Raises:
-        ImportError: the distribution is not installed; the message has the command that installs `extra`.
+        ImportError: the distribution is not installed; the message contains the command to install `extra`.
     """
     try:
         return importlib.import_module(module)

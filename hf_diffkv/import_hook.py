@@ -1,6 +1,6 @@
-"""Registers "diffkv" once the modules of Transformers that it is registered with have been imported.
+"""Registers "diffkv" once the Transformers modules to register it with have been imported.
 
-`import transformers` imports neither these nor PyTorch. Importing them here would make `import hf_diffkv` take seconds.
+`import transformers` imports neither them nor PyTorch. Importing them here would make `import hf_diffkv` take seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGED_NAME = "diffkv_paged"
 CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"
-# modules that register something
+# our modules that register something
 REGISTRATIONS = ("hf_diffkv.cache.registration", "hf_diffkv.cache.continuous_batching")
 # first release of Transformers that the integration works with
 OLDEST = (5, 17)
@@ -70,7 +70,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Restores Transformers to its state before `import hf_diffkv`. Models on "diffkv" must be switched back."""
+    """Restores Transformers to its state before `import hf_diffkv`. Models using "diffkv" must be switched back."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for name in REGISTRATIONS:
@@ -129,7 +129,7 @@ def _loaded(name: str) -> None:
     if name == CONFIGURATION:
         add_name()
     elif name == MODELS and GENERATION not in sys.modules:
-        # this import calls this function again
+        # this import calls the function again
         importlib.import_module(GENERATION)
     elif all(_is_complete(needed) for needed in (MODELS, GENERATION)):
         _register_now()

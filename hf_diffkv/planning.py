@@ -1,7 +1,7 @@
 """Estimates of cache size from a model's configuration alone, without loading weights.
 
-The counts include everything a store holds: whole pages, window, page table, free list and counters. They exclude what
-a forward needs besides the cache, mainly activations.
+The counts include everything a store holds: whole pages, window, page table, free list and counters. They exclude
+whatever else a forward needs, mainly activations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INT = 4
 # float32 thresholds and int32 counts of two levels, for each layer, request and head
 ROW_BYTES = 4 * INT
 FP8_BYTES = 1
-# counts of a request and layer in 64 bits, and further bytes of a store
+# 64-bit counts per request and layer, and other bytes of a store
 REQUEST_BYTES, STORE_BYTES = 24, 6
 MOST_PLANNED = 1 << 30
 
@@ -84,8 +84,8 @@ class ModelShape:
         """Reads a model's configuration.
 
         Args:
-            name: folder or Hub id of the model, where the size of the weights is looked up.
-            dtype: dtype of the model; None takes the one it was saved in.
+            name: folder or Hub id of the model, used to look up the size of the weights.
+            dtype: dtype of the model; None uses the one it was saved in.
 
         Raises:
             UnsupportedModelError: `DiffKVCache` does not support the model.
@@ -96,7 +96,7 @@ class ModelShape:
         dtype = saved if dtype is None else dtype
         model = without_weights(model_config, dtype)
         layers = _shapes_by_running(model, text_config) or _shapes_by_name(text_config)
-        # the size of the files holds for the saved dtype only
+        # the size of the files is valid only for the saved dtype
         stored = stored_weight_bytes(name) if dtype == saved else None
         counted = None if model is None else sum(p.numel() * p.element_size() for p in model.parameters())
         limit = getattr(text_config, "max_position_embeddings", None)
@@ -112,7 +112,7 @@ class ModelShape:
         return sum(layer.dense_bytes(tokens, self.dtype.itemsize) for layer in self.layers if not layer.compressed)
 
     def dense_bytes(self, tokens: int, element_bytes: int | None = None) -> int:
-        """Returns the bytes of an uncompressed cache of one request; None takes the bytes of the model's dtype."""
+        """Returns the bytes of an uncompressed cache of one request; None uses the size of the model's dtype."""
         size = self.dtype.itemsize if element_bytes is None else element_bytes
         return sum(layer.dense_bytes(tokens, size) for layer in self.layers)
 
@@ -124,7 +124,7 @@ class ModelShape:
                 level. Ignored without token selection, where each head stores all tokens at one level.
 
         Raises:
-            ValueError: a precision does not fit the heads, or `head_precisions` are for another number of layers or
+            ValueError: a precision does not fit the heads, or `head_precisions` does not match the number of layers or
                 heads.
         """
         compressed, total = self.compressed, self.other_bytes(tokens)
@@ -137,17 +137,17 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """Number of tokens at which `max_bytes` is full, of each of several requests that store them in one forward.
+    """Number of tokens per request at which `max_bytes` is full, if all requests store theirs in one forward.
 
-    Generation step by step differs by up to a page of tokens per row: room is made some tokens ahead, rows share pages
-    that remain, and scratch memory counts.
+    Step-by-step generation differs by up to a page of tokens per row, as room is made some tokens ahead, rows share the
+    remaining pages, and scratch memory counts.
 
     Attributes:
         max_bytes: budget of the compressed layers.
-        precise, final: names of the precisions until it is full, and when all heads are lowered, from most bits to
-            fewest.
-        lowering_begins: tokens from which on heads are lowered.
-        room_ends: most tokens that fit, with all heads lowered.
+        precise, final: names of the precisions until it is full and once all heads are lowered, from most to fewest
+            bits.
+        lowering_begins: number of tokens at which heads start to be lowered.
+        room_ends: maximum number of tokens that fit with all heads lowered.
     """
 
     max_bytes: int
@@ -158,10 +158,10 @@ class BudgetPlan:
 
 
 def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bool) -> BudgetPlan | None:
-    """Plans how `config.max_bytes`, in bytes, fills.
+    """Plans how a budget of `config.max_bytes`, given in bytes, fills up.
 
     Args:
-        moments: whether the moments of the model's queries are known; a cache keeps its own otherwise.
+        moments: whether the model's query moments are known; otherwise a cache keeps its own.
 
     Returns:
         The plan; None if tokens are not precise until the budget is full.
@@ -183,7 +183,7 @@ def plan_budget(shape: ModelShape, config: DiffKVConfig, batch: int, moments: bo
 def _fits_budget(
     shape: ModelShape, configs: Sequence[DiffKVConfig], batch: int, moments: bool, tokens: int, lowered: bool
 ) -> bool:
-    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that may be."""
+    """Returns whether a first prompt of `tokens` tokens fits with all rows precise, or with all lowered that can be."""
     compressed, size = shape.compressed, shape.dtype.itemsize
     stores = Counter((layer, config.high, config.low) for layer, config in zip(compressed, configs))
     lowerable: Counter = Counter()
@@ -193,7 +193,7 @@ def _fits_budget(
     first = configs[0]
     stored, slots = max(0, tokens - first.window - first.sinks), first.sinks + first.window + 1
     budget = int(first.max_bytes or 0)
-    # what a store keeps for its growth until it counts again (`Store.update_limit`)
+    # a store reserves room to grow until it counts again (`Store.update_limit`)
     left = budget - budget // GROWTH_PART
     for (one, high, low), count in stores.items():
         own = next(c for layer, c in zip(compressed, configs) if (layer, c.high, c.low) == (one, high, low))
@@ -223,7 +223,7 @@ def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:
 
 
 def without_weights(model_config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Builds the model on the device `meta`, by default in the dtype it was saved in; None if it cannot be built."""
+    """Builds the model on the `meta` device, by default in the dtype it was saved in; None if it cannot be built."""
     try:
         with torch.device("meta"):
             # copied, because `from_config` writes the dtype into the configuration
@@ -265,7 +265,7 @@ def _head_bytes(
 
 @torch.no_grad()
 def _shapes_by_running(model: Any, text_config: Any) -> list[LayerShape] | None:
-    """Finds the layers' shapes by running one token on the device `meta`; None if the model cannot run there."""
+    """Finds the layers' shapes by running one token on the `meta` device; None if the model cannot run there."""
     if model is None:
         return None
     cache = DynamicCache(config=text_config)
@@ -284,14 +284,14 @@ def _shapes_by_running(model: Any, text_config: Any) -> list[LayerShape] | None:
         window = getattr(layer, "sliding_window", None)
         compressed = type(layer) is DynamicLayer
         dims = (keys.shape[3], values.shape[3])
-        # latents stand where other models have keys, and are stored as values
+        # latents take the place of other models' keys and are stored as values
         dims = dims[::-1] if compressed and latent_dims(text_config) is not None else dims
         shapes.append(LayerShape(keys.shape[1], *dims, window, compressed, fixed))
     return shapes
 
 
 def _shapes_by_name(text_config: Any) -> list[LayerShape]:
-    """Finds the layers' shapes from common configuration entries; states of linear layers are not counted."""
+    """Derives the layers' shapes from common configuration entries; states of linear layers are not counted."""
     attention_heads = text_config.num_attention_heads
     heads = getattr(text_config, "num_key_value_heads", None) or attention_heads
     dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // attention_heads

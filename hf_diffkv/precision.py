@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# supported precisions are listed only here and in native/precision.h; `fields` of pages/layout.py defines the packing
+# supported precisions are listed only here and in native/precision.h; `fields` in pages/layout.py defines the packing
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 CODE_BITS = tuple(bits for bits in SUPPORTED_BITS if bits < 16)
 # bits of keys and values, then their groups
@@ -27,8 +27,8 @@ class Precision:
     Args:
         k_bits: bits per key element, one of `SUPPORTED_BITS`; 16 keeps the model's dtype.
         v_bits: bits per value element, one of `SUPPORTED_BITS`; 16 keeps the model's dtype.
-        k_groups: number of equal groups of a key's elements, each with its own scale and zero point.
-        v_groups: number of equal groups of a value's elements, each with its own scale and zero point.
+        k_groups: number of equal-sized groups of a key's elements, each with its own scale and zero point.
+        v_groups: number of equal-sized groups of a value's elements, each with its own scale and zero point.
 
     Raises:
         ValueError: the number of bits is not supported, or the number of groups is below 1.
@@ -81,7 +81,7 @@ class Precision:
 
 
 def as_precision(name: str, value: Any) -> Precision:
-    """Converts any form in which users may write a precision.
+    """Converts any form in which a precision can be given.
 
     Args:
         name: name of the option, for error messages.

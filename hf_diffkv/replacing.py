@@ -1,4 +1,4 @@
-"""Writes files that are whole: a full disk or a stopped process leaves what was there before."""
+"""Writes files atomically: a full disk or a stopped process keeps the old file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields the path of a new file, which replaces `path` if the block ends without an error.
+    """Yields the path of a new file that replaces `path` if the block ends without an error.
 
-    A device or a pipe cannot be replaced: its own path is yielded.
+    Devices and pipes cannot be replaced, so their own path is yielded.
 
     Raises:
-        OSError: the file cannot be written, also where safetensors has an error of its own for that; it names `path`.
+        OSError: the file cannot be written, even where safetensors raises its own error; the message names `path`.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -33,7 +33,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         if isinstance(error, SafetensorError):
             raise OSError(f"cannot write {path}: {error}") from error
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(new)):
-            # a full disk names no file
+            # an error about a full disk names no file
             error.filename = str(path)
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Evaluates a DiffKV cache while a model is trained. It must be imported by name, as it needs the Trainer."""
+"""Evaluates a DiffKV cache during training. It is imported only on request, as it needs the Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .config import DiffKVConfig
 from .evaluation.comparison import Agreement
 
 EVALUATED_FIGURES = ("agreement", "until_difference", "bytes", "payload_bytes", "dense_bytes", "ratio", "payload_ratio")
-# options of a model's generation config that ask for another decoding, another output or another cache
+# replaces options of a generation config that ask for another kind of decoding, output or cache
 PLAIN_DECODING = {
     "do_sample": False,
     "num_beams": 1,
@@ -34,32 +34,32 @@ PLAIN_DECODING = {
 
 
 class DiffKVEvaluationCallback(TrainerCallback):
-    """Trainer callback that generates with a dense cache and with DiffKV, and logs the agreement of the texts.
+    """Trainer callback that generates with a dense cache and with DiffKV, and logs how well the texts agree.
 
-    Decoding is greedy, and stop strings are not used. `trainer.log` logs the figures, so that they are in `log_history`
-    and reach every tracker:
+    Decoding is greedy and ignores stop strings. The figures are logged with `trainer.log`, so they appear in
+    `log_history` and reach every tracker:
 
-    - `eval_diffkv_agreement`: share of positions with equal tokens.
-    - `eval_diffkv_until_difference`: number of tokens before the first difference, mean over the prompts.
+    - `eval_diffkv_agreement`: share of positions with the same token.
+    - `eval_diffkv_until_difference`: number of tokens before the first difference, averaged over the prompts.
     - `eval_diffkv_bytes`, `eval_diffkv_payload_bytes`, `eval_diffkv_dense_bytes`: bytes as in `MemoryReport` at the end
-      of the generation, summed over batches.
-    - `eval_diffkv_ratio`, `eval_diffkv_payload_ratio`: the first two over the dense bytes.
+      of generation, summed over batches.
+    - `eval_diffkv_ratio`, `eval_diffkv_payload_ratio`: the first two divided by the dense bytes.
 
-    `metric_for_best_model` may name one of them. Callbacks that read it, such as `EarlyStoppingCallback`, are added
-    after this one. Nothing else affects training: modes of all modules, attention implementation, gradients and random
-    state are restored. Every process generates. Models with sharded weights (FSDP, ZeRO-3) are untested.
+    `metric_for_best_model` may name one of them. Callbacks that read it, such as `EarlyStoppingCallback`, must be added
+    after this one. Training is otherwise unaffected: all modules' modes, the attention implementation, gradients and
+    random state are restored. Every process generates. Models with sharded weights (FSDP, ZeRO-3) are untested.
 
     Args:
-        trainer: trainer that it is added to, by `trainer.add_callback(DiffKVEvaluationCallback(trainer, prompts))`.
+        trainer: trainer to add it to, with `trainer.add_callback(DiffKVEvaluationCallback(trainer, prompts))`.
         prompts: texts to continue.
-        config: configuration of the cache; None takes `DiffKVConfig.for_model(model)`, measured heads included.
+        config: configuration of the cache; None uses `DiffKVConfig.for_model(model)`, including measured heads.
         max_new_tokens: maximum number of generated tokens per prompt.
-        every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does, once for
-            all data sets of a dict.
+        every_steps: number of optimizer steps between evaluations; None evaluates whenever the trainer does, but only
+            once if it has a dict of data sets.
 
     Raises:
-        ValueError: `trainer` is not one or has no tokenizer that can pad, there are no prompts or an empty one, a
-            number is below 1, or `metric_for_best_model` names a figure and `every_steps` is given.
+        ValueError: `trainer` is not a `Trainer` or has no tokenizer that can pad, there are no prompts or one is empty,
+            a number is below 1, or `metric_for_best_model` names a figure and `every_steps` is given.
     """
 
     def __init__(
@@ -116,12 +116,11 @@ class DiffKVEvaluationCallback(TrainerCallback):
         self._log(control, figures)
         wanted = _wanted(args)
         if wanted is not None and metrics is not None:
-            # the trainer's own dict, in which it then looks for the figure; a search for hyperparameters adds up all
-            # that is in it
+            # the trainer looks for the figure in this dict, its own; a hyperparameter search adds up everything in it
             metrics[wanted] = figures[wanted]
 
     def _is_further(self, metrics: dict[str, float]) -> bool:
-        """Returns whether `metrics` are those of the second or a later data set of the same evaluation."""
+        """Returns whether `metrics` belong to the second or a later data set of the same evaluation."""
         sets = self.trainer.eval_dataset
         names = list(sets)[1:] if isinstance(sets, dict) else []
         return any(f"eval_{name}_runtime" in metrics for name in names)
@@ -129,7 +128,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
     def _log(self, control: TrainerControl, figures: dict[str, float]) -> None:
         due = control.should_log
         self.trainer.log(figures)
-        # the trainer takes any log for its own, and would skip the loss of this step
+        # the trainer takes any log for its own and would not log this step's loss
         control.should_log = due
 
     def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
@@ -176,7 +175,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
 
 @contextmanager
 def undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Puts `model` into evaluation mode within the block, and restores modes, attention and random state after it."""
+    """Puts `model` into evaluation mode within the block, and restores modes, attention and random state afterwards."""
     text_config = model.config.get_text_config(decoder=True)
     attention = attention_of(text_config)
     training = {module: module.training for module in model.modules()}
@@ -193,7 +192,7 @@ def undisturbed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _wanted(args: TrainingArguments) -> str | None:
-    """Returns the name of the figure by which the trainer chooses the best model, or None if it is another metric."""
+    """Returns the name of the figure by which the trainer chooses the best model, or None if it uses another metric."""
     name = args.metric_for_best_model or ""
     name = name if name.startswith("eval_") else f"eval_{name}"
     return name if name.removeprefix("eval_diffkv_") in EVALUATED_FIGURES else None

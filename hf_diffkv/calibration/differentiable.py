@@ -1,4 +1,4 @@
-"""Gradients through layers with quantised weights, whose kernels often have none."""
+"""Gradients through layers with quantised weights, whose kernels often lack them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from ..evaluation.errors import EvaluationError
 
-# inputs of a layer whose weights are found by one product
+# number of a layer's inputs whose weights one product recovers
 SINGLE_INPUTS = 1024
-# dtypes of quantised weights; elsewhere than in linear layers integers of 32 bits are positions and the like
+# dtypes of quantised weights; outside linear layers, 32-bit integers are positions and the like
 QUANTISED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTISED_LINEAR = (*QUANTISED, torch.int32)
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer, whose gradient is found from its outputs for single inputs."""
+    """A linear layer whose gradient is computed from its outputs for single inputs."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -40,10 +40,10 @@ class _Product(torch.autograd.Function):
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """Lets gradients pass layers with quantised weights within the block.
+    """Lets gradients pass through layers with quantised weights within the block.
 
     Raises:
-        EvaluationError: weights are quantised in a module that is no linear layer.
+        EvaluationError: weights are quantised in a module that is not a linear layer.
     """
     with ExitStack() as stack:
         for name, module in model.named_modules():

@@ -1,7 +1,7 @@
 """Documents on which a model's heads are measured: text, recall of facts, copying.
 
-`hf-diffkv evaluate` scores none of them by default. Facts come from another seed, and the text from topics of Python's
-documentation that are not part of the evaluation's chapters.
+By default, `hf-diffkv evaluate` scores none of them, as facts use another seed and the text comes from topics of
+Python's documentation outside the evaluation's chapters.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ..evaluation.tasks.text import stretches, texts
 SEED = 20260
 # tokens of a prompt, and of what follows it
 DOCUMENT_LENGTH, FOLLOWING = 1200, 32
-# least tokens of answers that count, however many tokens a question takes
+# minimum number of answer tokens that count, however long the questions are
 LEAST_ANSWERED = 8
 TEXT_COUNT, COPY_COUNT = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
-# length in characters from which a paragraph does not occur in two topics by chance
+# length in characters at which a paragraph does not occur in two topics by chance
 LONG_PARAGRAPH = 80
 # tokens of a copy that identify the copied part
 LEAD = 8
-# key of the positions among the following tokens whose predictions count
+# key for the positions, among the following tokens, whose predictions count
 POSITIONS = "positions"
 
 
 def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: int = DOCUMENT_LENGTH) -> list[Document]:
-    """Makes eight documents whose `continuation` follows the prompt; logits count at `extra["positions"]`.
+    """Makes eight documents whose `continuation` follows the prompt; logits at `extra["positions"]` count.
 
     Args:
-        pieces: pieces of running text; None takes Python's documentation.
+        pieces: pieces of running text; None uses Python's documentation.
         length: number of tokens of each prompt.
 
     Raises:
-        ValueError: `tokenizer` is not one.
-        EvaluationError: the text is too short, or the length is too small for the facts.
+        ValueError: `tokenizer` is not a tokenizer.
+        EvaluationError: the text is too short, or the length is too short for the facts.
     """
     check_tokenizer(tokenizer)
     pieces = short_topics() if pieces is None else pieces
@@ -84,7 +84,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def recalling(document: Document) -> Document:
-    """Appends as many questions with answers as fit, up to the last prediction that counts; those of answers do."""
+    """Appends as many questions and answers as fit, up to the last prediction that counts; only answers count."""
     following: list[int] = []
     positions: list[int] = []
     for question, answer in document.questions:

@@ -1,10 +1,10 @@
-"""Losses from changes of single heads, through gradients of the predictions that follow a prompt.
+"""Losses from changing single heads, by gradients of the predictions that follow a prompt.
 
-Other keys or values of a head change the output of its layer's attention by d. To second order the KL divergence of a
-later prediction is then the mean of (g d)^2 / 2 over random g. These are gradients, with respect to that output, of the
-sum of e_y sqrt(p_y) (l_y - E l) over tokens y, with random signs e_y, probabilities p_y and logits l_y: their second
-moment is the Fisher information. So one backward pass with a few rows serves all heads of all layers, and each layer
-only repeats its own attention.
+Changing a head's keys or values changes its layer's attention output by d. To second order, the KL divergence of a
+later prediction is then the mean of (g d)^2 / 2 over random g. Each g is the gradient, with respect to that output, of
+the sum of e_y sqrt(p_y) (l_y - E l) over tokens y, with random signs e_y, probabilities p_y and logits l_y. The second
+moment of g is the Fisher information. One backward pass with a few rows therefore serves all heads of all layers, and
+each layer only repeats its own attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..evaluation.errors import EvaluationError
 from .differentiable import differentiable
 from .watched import WatchedLayer, run_tokens
 
-# random gradients of a document
+# number of random gradients per document
 GRADIENTS = 8
 
 
@@ -32,7 +32,7 @@ class Following:
         model: model within `watching`.
         layers: layers of the model's cache after the prompt, from `run_prompt`.
         positions: positions in `following` whose predictions count.
-        signs: random signs, [samples, positions, vocabulary]; None draws `GRADIENTS`, always the same ones.
+        signs: random signs, [samples, positions, vocabulary]; None draws `GRADIENTS` samples, always the same.
 
     Raises:
         EvaluationError: the model cannot be differentiated.
@@ -69,11 +69,11 @@ class Following:
         return self._losses(index, keys, layer.values[0]), self._losses(index, layer.keys[0], values)
 
     def _losses(self, index: int, keys: Tensor, values: Tensor) -> list[float]:
-        # of each sample and head
+        # for each sample and head
         total: Tensor | float = 0.0
         for reading, gradients in zip(self._layers[index].readings or (), self._gradients[index]):
             change = self._layers[index].changed(reading, keys, values)[0].float()
-            # query heads that share a KV head stand together
+            # query heads that share a KV head are adjacent
             parts = (tensor.flatten(-2).unflatten(-1, (len(keys), -1)) for tensor in (gradients, change))
             total = total + torch.einsum("sthd,thd->sh", *parts)
         return (torch.as_tensor(total).square().mean(0) / (2 * self._predictions)).tolist()
@@ -96,7 +96,7 @@ class Following:
 
 
 def random_signs(following: Sequence[int], positions: int, vocabulary: int, samples: int = GRADIENTS) -> Tensor:
-    """Returns random signs that depend on the tokens only, int8 [samples, positions, vocabulary] on the CPU."""
+    """Returns random signs that depend only on the tokens, int8 [samples, positions, vocabulary] on the CPU."""
     digest = hashlib.sha256(str(list(following)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
     shape = samples, positions, vocabulary

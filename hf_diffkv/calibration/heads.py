@@ -1,4 +1,4 @@
-"""Measures, on a loaded model, the loss from storing each head's keys and values at few bits."""
+"""Measures the loss from storing each head's keys and values at few bits, on a loaded model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .watched import WatchedLayer, in_float32, run_prompt, watching
 
 # bits of keys and of values at which errors are measured
 MEASURED_BITS = (2, 3, 4, 5, 6, 8)
-# work of a token that follows, with its gradient, and of a stored one, beside a token of the prompt
+# work of a following token with its gradient, and of a stored token, relative to a token of the prompt
 FOLLOWING_WORK, STORING_WORK = 3.0, 0.4
 
 
@@ -56,19 +56,19 @@ def measure_heads(
 ) -> Sensitivity:
     """Measures a model's heads on eight documents of text, recall and copying.
 
-    A document takes a forward of its prompt, and a forward and a backward pass of the tokens that follow. A
+    Each document takes a forward pass over its prompt, then a forward and a backward pass over what follows. A
     half-precision model computes in float32 meanwhile, which takes twice its memory.
 
     Args:
         model: loaded decoder-only model; it is unchanged afterwards.
         tokenizer: tokenizer of the model.
-        text: running text; None takes Python's documentation.
+        text: running text; None uses Python's documentation.
         length: number of tokens of a prompt.
-        output: folder that keeps the figures of each document, and whose run is continued if there is one.
+        output: folder that keeps the figures of each document; an existing run in it is continued.
         quiet: whether to hide progress.
 
     Raises:
-        ValueError: the text is too short, prompts are longer than the model's maximum, or the folder holds another run.
+        ValueError: the text is too short, prompts exceed the model's maximum length, or the folder holds another run.
         UnsupportedModelError: a `DiffKVCache` does not work with the model.
         EvaluationError: the model cannot be differentiated.
     """
@@ -81,7 +81,7 @@ def measure_heads(
 def measure(
     model: Any, documents: Sequence[Document], output: Path | str | None = None, quiet: bool = False
 ) -> Measured:
-    """Measures heads on documents of `documents_for`, and the moments of queries at no extra cost."""
+    """Measures heads on documents from `documents_for`, and query moments at no extra cost."""
     # an explicit configuration, so that nothing is looked up and no hint to calibrate is logged
     layers = len(DiffKVCache(model, DiffKVConfig.lossless()).compressed_layers())
     if not layers:
@@ -95,12 +95,12 @@ def measure(
 
 
 def config_for(sensitivity: Sensitivity, target_ratio: float, **source: Any) -> DiffKVConfig:
-    """Returns a configuration with the head precisions of least predicted loss within a ratio.
+    """Returns a configuration with the head precisions of lowest predicted loss within a ratio.
 
     Args:
-        target_ratio: bytes of a stored token over its bytes in the model's dtype, at most; `with_ratio` of the result
-            gives configurations for other ratios.
-        source: further entries of the configuration's `calibration`.
+        target_ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype; `with_ratio` of the
+            result gives configurations for other ratios.
+        source: additional entries of the configuration's `calibration`.
 
     Raises:
         ValueError: the ratio cannot be met.
@@ -136,7 +136,7 @@ def _measure_all(
 
 
 def _measure_one(model: Any, document: Document, layers: int, kept: Kept, sums: QuerySums, progress: Progress) -> None:
-    """Measures what is missing of one document, whose tensors are freed with it."""
+    """Measures what is missing for one document, whose tensors are freed on return."""
     started = time.perf_counter()
     cached, watched = run_prompt(model, document.context)
     progress.advance(len(document.context))

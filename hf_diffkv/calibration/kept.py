@@ -1,4 +1,4 @@
-"""Keeps a model's measured figures document by document, so that an interrupted measurement can continue."""
+"""Keeps a model's measured figures, document by document, so that an interrupted measurement can continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kept:
         output: folder of the run; None keeps figures only in memory.
 
     Raises:
-        EvaluationError: the folder cannot be written, or holds a run of another model or dtype.
+        EvaluationError: the folder is not writable, or holds a run of another model or dtype.
     """
 
     def __init__(self, model: Any, output: Path | str | None) -> None:
@@ -40,7 +40,7 @@ class Kept:
         return None if self._folder is None else self._folder.folder / SUMS_NAME
 
     def has(self, document: Document, layers: int) -> bool:
-        """Returns whether there are figures of all layers for a document."""
+        """Returns whether there are figures for all layers of a document."""
         return len(self._found.get(document.digest, ())) == layers
 
     def layers(self, document: Document) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Measures thresholds on given documents: bytes of real caches, and loss against the dense cache."""
+"""Measures thresholds on given documents: bytes of real caches, and loss relative to the dense cache."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .thresholds import Candidate, Thresholds
 
 @dataclass
 class Bench:
-    """A model and documents on which thresholds are measured. Records in `folder` are not measured again.
+    """A model and documents on which thresholds are measured. Existing records in `folder` are reused.
 
     Args:
         base: method whose thresholds vary.
-        task: task whose first metric is the criterion of calibration.
+        task: task whose first metric is the calibration criterion.
     """
 
     model: Any

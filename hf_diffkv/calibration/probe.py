@@ -1,7 +1,7 @@
-"""Tests whether a model's keys survive few bits, on some two hundred tokens and within seconds.
+"""Tests whether a model's keys survive few bits, on about two hundred tokens and within seconds.
 
 Some models (Qwen2.5-7B, Gemma 3 270M) have key channels so large that 4 bits leave little of the other channels. With
-such keys a low level loses information the model needs, even for tokens of low significance.
+such keys, a low level loses information the model needs, even for tokens of low significance.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class KeyProbe:
     """Loss from fewer bits per key element; values stay exact.
 
     Attributes:
-        kl: mean KL divergence of the next-token distribution to the dense cache's, in nats, by bits.
-        tokens: number of tokens it was measured on.
+        kl: mean KL divergence of the next-token distribution from the dense cache's, in nats, by bits.
+        tokens: number of tokens measured.
         seconds: duration of the measurement.
     """
 
@@ -70,20 +70,20 @@ def probe_keys(
 ) -> KeyProbe:
     """Measures the loss at each number of key bits.
 
-    Three quarters of the tokens are stored with keys of these bits and exact values. The model then reads the others,
-    and its predictions are compared with those on a dense cache.
+    Three quarters of the tokens are stored with exact values and keys of these bits. The model then reads the rest, and
+    its predictions are compared with those for a dense cache.
 
     Args:
         model: loaded decoder-only model.
         tokenizer: tokenizer of the model; without one tokens are drawn at random.
-        text: text of at least `tokens` tokens; None takes a text from Python's documentation.
+        text: text of at least `tokens` tokens; None uses a text from Python's documentation.
         tokens: number of tokens.
         bits: numbers of key bits to measure.
-        config: configuration that gives `rotate`, `center`, `metadata_bits` and the groups of the precisions; None
-            takes the default.
+        config: configuration that gives `rotate`, `center`, `metadata_bits` and the groups of the precisions; None uses
+            the default.
 
     Raises:
-        ValueError: a text is given without a tokenizer, the text or the number of tokens is too short, bits are none or
+        ValueError: a text is given without a tokenizer, the text or number of tokens is too small, bits are missing or
             not supported, or `model` is not the model itself.
         UnsupportedModelError: a `DiffKVCache` does not work with the model.
     """
@@ -108,12 +108,12 @@ def probe_keys(
 
 
 def without_fragile_level(config: DiffKVConfig, model: Any, tokenizer: Any = None) -> DiffKVConfig:
-    """Returns `config`, changed to keep all tokens at the high level if the model's keys do not survive the low one.
+    """Returns `config`, changed to keep all tokens at the high level if the model's keys do not survive the low.
 
     Args:
-        config: configuration to check; pruning stays as it is.
-        model: loaded decoder-only model. It runs on some 200 tokens (`probe_keys`), unless the low level has as many
-            key bits as the high one, or no tokens.
+        config: configuration to check; pruning is left as it is.
+        model: loaded decoder-only model. It runs on about 200 tokens (`probe_keys`), unless the low level has as many
+            key bits as the high one or no tokens.
         tokenizer: tokenizer of the model; without one tokens are drawn at random.
 
     Raises:

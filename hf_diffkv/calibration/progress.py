@@ -13,10 +13,10 @@ LEAST_SECONDS = 1e-6
 
 
 class Progress:
-    """Reports on stderr the progress through documents.
+    """Reports progress through documents on stderr.
 
     Args:
-        work: total work in any unit; time is assumed to be proportional to it.
+        work: total work, in any unit; time is assumed to be proportional to it.
     """
 
     def __init__(self, count: int, work: float, quiet: bool = False) -> None:
@@ -79,7 +79,7 @@ def _documents(count: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Formats seconds for people, such as 4 min 10 s."""
+    """Formats seconds for reading, such as 4 min 10 s."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

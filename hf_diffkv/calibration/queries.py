@@ -24,7 +24,7 @@ from ..replacing import save_tensors
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
 from .watched import WatchedLayer, in_float32, run_prompt, watching
 
-# metadata key in a file of sums: digests of the documents in it
+# metadata key in a file of sums, for the digests of its documents
 SUMMED = "documents"
 
 
@@ -33,10 +33,10 @@ def measure_queries(
 ) -> QueryMoments:
     """Measures query moments by running the model once on each prompt of `measure_heads`.
 
-    Arguments and errors are those of `measure_heads`. `keep_queries` puts the result where the model's caches find it.
+    Arguments and errors are as for `measure_heads`. `keep_queries` puts the result where the model's caches find it.
     """
     config_of(model)
-    # raises for an unsupported model; an explicit configuration avoids a look-up
+    # raises for an unsupported model; an explicit configuration avoids a lookup
     DiffKVCache(model, DiffKVConfig.lossless())
     return moments_on(model, documents_for(tokenizer, [text] if isinstance(text, str) else text, length))
 
@@ -52,12 +52,12 @@ def keep_queries(moments: QueryMoments) -> Path:
 
 
 class QuerySums:
-    """Sums over documents of the second moments of a model's queries.
+    """Sums, over documents, of the second moments of a model's queries.
 
     Args:
         documents: all documents to sum over.
-        path: file that keeps the sums of this model; None keeps them only in memory. If the file has sums of other
-            documents, or is damaged, they are dropped.
+        path: file that keeps this model's sums; None keeps them only in memory. Sums in a damaged file, or of other
+            documents, are discarded.
     """
 
     def __init__(self, documents: Sequence[Document], path: Path | None = None) -> None:
@@ -91,7 +91,7 @@ class QuerySums:
 
 @torch.no_grad()
 def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
-    """Measures second moments over all prompts' queries."""
+    """Measures second moments over the queries of all prompts."""
     sums = QuerySums(documents)
     with in_float32(model), watching(model):
         for document in documents:

@@ -17,7 +17,7 @@ from .watched import WatchedLayer
 
 
 def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
-    """Returns keys and values as a store returns them, [heads, tokens, dim] each; window and sinks are exact.
+    """Returns keys and values as read back from a store, [heads, tokens, dim] each; window and sinks are exact.
 
     Raises:
         ValueError: the precision does not fit the heads.
@@ -38,10 +38,10 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
 
 
 def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns relative errors of keys and values of `stored`, [heads] each, over the tokens that are not exact.
+    """Returns relative errors of the keys and values of `stored`, [heads] each, over tokens that are not exact.
 
-    For keys it is the mean square change of the prompt's logits, over the mean square of the logits of centred keys.
-    For values it is the mean square error over the mean square value.
+    For keys, this is the mean squared change of the prompt's logits over the mean square of the logits of centred keys.
+    For values, it is the mean squared error over the mean squared value.
     """
     dtype = compute_dtype(keys.dtype)
     config = DiffKVConfig(**MEASURED_FIELDS)

@@ -11,7 +11,7 @@ from ..evaluation.errors import EvaluationError
 from ..evaluation.tasks.text import texts
 from ..extras import install
 
-# the paper calibrates on its train split, all subjects
+# the paper calibrates on all subjects of its train split
 MATH = "EleutherAI/hendrycks_math"
 MATH_SUBJECTS = (
     "algebra",
@@ -22,9 +22,9 @@ MATH_SUBJECTS = (
     "prealgebra",
     "precalculus",
 )
-# name of the chapters of Python's language reference, which do not need the Hub
+# name for the chapters of Python's language reference, which do not need the Hub
 OFFLINE_TEXT = "offline"
-# columns of a data set that hold text; the first group that is present is used
+# columns of a data set that may hold text; the first group present is used
 TEXT_COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
 LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
 SPLIT = "train"
@@ -32,10 +32,10 @@ OWN_TEXT = "give a text of your own: --text FILE"
 
 
 def read_pieces(name: str) -> Iterator[str]:
-    """Reads the text `name`: a UTF-8 file, `offline`, or a data set of the Hub (`owner/name`, `owner/name:config`).
+    """Reads the text `name`: a UTF-8 file, `offline`, or a Hub data set (`owner/name`, `owner/name:config`).
 
     Raises:
-        EvaluationError: the text cannot be read; for a data set, the error can come with a later piece.
+        EvaluationError: the text cannot be read; for a data set, a later piece may raise the error.
     """
     if name == OFFLINE_TEXT:
         return iter(texts())

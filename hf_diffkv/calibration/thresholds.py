@@ -1,4 +1,4 @@
-"""Searches thresholds: the paper's sweep, then single layers if that saves more."""
+"""Searches for thresholds: the paper's sweep, then single layers if that saves more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_LOSS = 1e-6
 
 @dataclass(frozen=True)
 class Thresholds:
-    """A pair of thresholds, each of them one number or one per compressed layer."""
+    """A pair of thresholds, each one number or one per compressed layer."""
 
     alpha_high: Threshold
     alpha_low: Threshold
@@ -37,8 +37,8 @@ class Candidate:
 
     Attributes:
         bytes: measured size of the cache, summed over the documents; None if a document failed.
-        ratio: `bytes` over the size of a dense cache of as many tokens.
-        loss: difference to the dense cache in calibration's metric; positive is worse.
+        ratio: `bytes` over the size of a dense cache with the same number of tokens.
+        loss: difference from the dense cache in the calibration metric; positive is worse.
     """
 
     thresholds: Thresholds
@@ -67,7 +67,7 @@ def closest(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 def table(candidates: Iterable[Candidate], limit: float, loss_title: str) -> str:
-    """Formats all candidates as a Markdown table, the most bytes first."""
+    """Formats all candidates as a Markdown table, largest first."""
     candidates = list(candidates)
     chosen = cheapest(candidates, limit)
     lines = [["alpha_high", "alpha_low", "real bytes", loss_title, ""], ["---"] * 5]
@@ -96,7 +96,7 @@ Measure = Callable[[Sequence[Thresholds]], list[Candidate]]
 
 @dataclass(frozen=True)
 class Grid:
-    """Values to try, from the most careful to the cheapest one."""
+    """Values to try, from the most careful to the cheapest."""
 
     alpha_high: tuple[float, ...] = ALPHA_HIGH
     alpha_low: tuple[float, ...] = ALPHA_LOW
@@ -106,7 +106,7 @@ def sweep(measure: Measure, limit: float, grid: Grid, layers: int | None = None)
     """Searches for the cheapest thresholds that lose at most `limit`, and returns all measured candidates.
 
     Args:
-        layers: number of compressed layers of the model, to also try single layers; None does not.
+        layers: number of the model's compressed layers, to also try single layers; None skips that.
     """
     found = measure([Thresholds(high, 0.0) for high in grid.alpha_high])
     best = cheapest(found, limit)
@@ -120,7 +120,7 @@ def sweep(measure: Measure, limit: float, grid: Grid, layers: int | None = None)
 
 
 def _by_layer(measure: Measure, limit: float, start: Candidate, grid: Grid, layers: int) -> list[Candidate]:
-    """Goes one step cheaper in as many layers as the limit allows, those with the most savings per loss first."""
+    """Goes one step cheaper in as many layers as the limit allows, starting with the best savings per loss."""
     steps = _steps(start.thresholds, grid)
     moves = [(layer, step) for layer in range(layers) for step in steps]
     found = measure([_moved(start.thresholds, [move], layers) for move in moves])
@@ -145,7 +145,7 @@ def _by_layer(measure: Measure, limit: float, start: Candidate, grid: Grid, laye
 
 
 def _steps(thresholds: Thresholds, grid: Grid) -> list[Thresholds]:
-    """Returns the thresholds with the next cheaper value of either one, if any."""
+    """Returns the thresholds with the next cheaper value for either one, if any."""
     high, low = thresholds.alpha_high, thresholds.alpha_low
     higher = [replace(thresholds, alpha_high=value) for value in sorted(grid.alpha_high) if value > high][:1]
     lower = [replace(thresholds, alpha_low=value) for value in sorted(grid.alpha_low) if low < value <= high][:1]
@@ -160,5 +160,5 @@ def _moved(start: Thresholds, moves: Sequence[tuple[int, Thresholds]], layers: i
 
 
 def _plain(values: list[float]) -> Threshold:
-    """Returns one number if all layers have the same, else a tuple."""
+    """Returns a single number if all layers share it, otherwise a tuple."""
     return values[0] if len(set(values)) == 1 else tuple(values)

@@ -1,4 +1,4 @@
-"""Records a prompt's keys, values and queries in a model, and the attention of the tokens that follow."""
+"""Records a prompt's keys, values and queries in a model, and how later tokens attend to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WATCHED_TAG = "_diffkv_watched"
 
 @dataclass(frozen=True)
 class Reading:
-    """One call of the attention function by the tokens that follow a prompt, the same ones in every row.
+    """One call of the attention function for the tokens that follow a prompt, which are the same in every row.
 
     Attributes:
         module: attention module of the layer that reads the keys and values.
@@ -45,12 +45,12 @@ class Reading:
 
 
 class WatchedLayer(DynamicLayer):
-    """Cache layer that records a prompt's keys, values and queries, and then how further tokens read them.
+    """Cache layer that records a prompt's keys, values and queries, and then how later tokens read them.
 
     Attributes:
         queries: queries of the prompt, [1, query_heads, tokens, key_dim] for each layer that reads these keys.
         options: softcap and attention sinks given with the queries.
-        readings: attention of the tokens that follow, by each layer that reads these keys; None in the prompt.
+        readings: attention of the tokens that follow, for each layer that reads these keys; None during the prompt.
         whole: keys and values of the prompt and the tokens that follow, [1, heads, tokens, dim].
     """
 
@@ -73,7 +73,7 @@ class WatchedLayer(DynamicLayer):
         return key, value
 
     def attend(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-        """Computes attention over the layer, and notes the queries of the prompt or how further tokens read it."""
+        """Computes attention over the layer, and notes the prompt's queries or how later tokens read it."""
         output = _attention(module, *arguments, **options)
         if self.readings is None:
             self.queries.append(self._query(arguments[0]))
@@ -87,7 +87,7 @@ class WatchedLayer(DynamicLayer):
         return output + change
 
     def changed(self, reading: Reading, keys: Tensor, values: Tensor) -> Tensor:
-        """Returns the change of a reading's output by other keys and values of the prompt, [heads, tokens, dim]."""
+        """Returns how other prompt keys and values, [heads, tokens, dim], change a reading's output."""
         with torch.no_grad():
             shown = self._shown(reading.module, *map(_begun_with, self.whole, (keys, values)))
             inputs = reading.query, *shown, reading.mask, reading.scaling
@@ -98,14 +98,14 @@ class WatchedLayer(DynamicLayer):
         return query
 
     def _shown(self, module: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values as the attention function gets them."""
+        """Returns keys and values as the attention function receives them."""
         return keys, values
 
 
 class WatchedLatents(WatchedLayer):
-    """Layer of latents (docs/latent.md): rotary keys are its keys, latents its values, both of one head.
+    """Layer of latents (docs/latent.md): rotary keys are its keys and latents its values, both with one head.
 
-    The model expands both before it attends, so the attention that follows an update belongs to it.
+    The model expands both before attention, so the attention call after an update belongs to it.
     """
 
     expected: WatchedLatents | None = None
@@ -133,7 +133,7 @@ def watched_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes ordinary attention, by the layer whose keys these are if it is watched."""
+    """Computes ordinary attention, through the layer that these keys belong to if it is watched."""
     layer, WatchedLatents.expected = getattr(key, WATCHED_TAG, WatchedLatents.expected), None
     arguments = query, key, value, attention_mask, scaling
     return _attention(module, *arguments, **kwargs) if layer is None else layer.attend(module, arguments, kwargs), None
@@ -156,19 +156,19 @@ def _attention(
 
 
 def _first_row(tensor: Tensor) -> Tensor:
-    """Returns a copy of the first row, without the others' memory and the graph."""
+    """Returns a copy of the first row, detached from the graph and the other rows' memory."""
     return tensor[:1].detach().clone()
 
 
 def _begun_with(tensor: Tensor, beginning: Tensor) -> Tensor:
-    """Returns a copy of [1, heads, tokens, dim] whose first tokens are those of [heads, tokens, dim]."""
+    """Returns a copy of `tensor`, [1, heads, tokens, dim], that starts with `beginning`, [heads, tokens, dim]."""
     return torch.cat([beginning[None].to(tensor.dtype), tensor[:, :, beginning.shape[1] :]], dim=2)
 
 
 def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Computes attention, [rows, tokens, query_heads, value_dim], without repeating keys and values per query head.
 
-    Query heads that share a KV head are treated as further queries of one head.
+    Query heads that share a KV head are treated as additional queries of one head.
     """
     rows, heads, tokens, _ = query.shape
     group = heads // key.shape[1]
@@ -184,7 +184,7 @@ def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def watching(model: Any) -> Iterator[None]:
     """Makes the model use `watched_attention` within the block."""
     before = attention_of(model.config.get_text_config(decoder=True))
-    # left by a forward that was interrupted
+    # left by an interrupted forward
     WatchedLatents.expected = None
     AttentionInterface.register(WATCHED_NAME, watched_attention)
     AttentionMaskInterface.register(WATCHED_NAME, diffkv_mask)
@@ -200,7 +200,7 @@ def watching(model: Any) -> Iterator[None]:
 def in_float32(model: Any) -> Iterator[None]:
     """Makes a half-precision model compute in float32 within the block, with the same weights.
 
-    The model then takes twice its memory. Quantised models are not changed, so their losses have more noise.
+    The model then uses twice its memory. Quantised models are not converted, so their losses are noisier.
     """
     tensors = [*model.parameters(), *model.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
@@ -217,7 +217,7 @@ def in_float32(model: Any) -> Iterator[None]:
 
 
 def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:
-    """Runs a prompt in a model within `watching`. Returns all layers of its cache, and the recording ones."""
+    """Runs a prompt in a model within `watching`. Returns all layers of its cache, and those that record."""
     text_config = model.config.get_text_config(decoder=True)
     recording = WatchedLatents if has_latents(text_config) else WatchedLayer
     layers = [recording() if type(layer) is DynamicLayer else layer for layer in cache_layers(text_config)]
@@ -226,7 +226,7 @@ def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[Watch
 
 
 def run_tokens(model: Any, ids: Tensor, start: int, cache: Cache, keep: int | Tensor) -> Tensor:
-    """Returns logits in float32, [1, kept, vocabulary], of tokens from position `start` on."""
+    """Returns float32 logits, [1, kept, vocabulary], of tokens that start at position `start`."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)
     return model(
         input_ids=ids, position_ids=positions[None], **passing(cache), use_cache=True, logits_to_keep=keep

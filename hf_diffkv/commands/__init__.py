@@ -1,7 +1,7 @@
-"""Commands of `hf-diffkv`, one module each, named like the command and with its `command`.
+"""Commands of `hf-diffkv`, one module each, which has the command's name and contains its `command`.
 
-Other distributions contain some of the commands; without them help and errors say how to install them. Nothing here
-imports PyTorch or Transformers before a command runs, so that help and usage errors appear at once.
+Some of the commands are in other distributions; help and errors say how to install those. Nothing here imports PyTorch
+or Transformers before a command runs, so that help and usage errors appear immediately.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ..extras import beside
 
 # one-line descriptions, in the order of the help
 COMMANDS = {
-    "generate": "Generate with DiffKV and with a dense cache, and compare.",
-    "chat": "Talk with a model, many turns on one cache.",
-    "plan": "What fits into memory: context and batch, dense and DiffKV.",
-    "inspect": "What is compressed, and what is kept of a prompt.",
-    "verify": "Whether DiffKV is right, and good enough, for a model.",
-    "bench": "Time per token and memory of caches on this machine.",
-    "serve": "Serve a model to many clients, with OpenAI's protocol.",
-    "demo": "Both caches side by side in a browser.",
-    "evaluate": "Judge caches by what they keep at which real bytes.",
-    "calibrate": "Measure what each head needs: its bits, or thresholds.",
-    "lm-eval": "lm-evaluation-harness with any of these caches.",
-    "env": "Versions and hardware, for a bug report.",
+    "generate": "Generate with DiffKV and a dense cache, and compare.",
+    "chat": "Chat with a model, with many turns on one cache.",
+    "plan": "Plan the context and batch that fit, dense and DiffKV.",
+    "inspect": "Show what is compressed, and what is kept of a prompt.",
+    "verify": "Check that DiffKV is correct and good enough for a model.",
+    "bench": "Measure caches on this machine: time per token, memory.",
+    "serve": "Serve a model to many clients through OpenAI's API.",
+    "demo": "Show both caches side by side in a browser.",
+    "evaluate": "Compare the quality and real bytes of caches.",
+    "calibrate": "Measure the bits that each head needs, or thresholds.",
+    "lm-eval": "Run lm-evaluation-harness with any of these caches.",
+    "env": "Print versions and hardware for a bug report.",
 }
 # commands of other distributions: module, and the extra that installs it
 COMMANDS_BESIDE = {

@@ -15,7 +15,7 @@ from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command
 from .options import MAX_KL, NUMBERS_TYPE, PATH_TYPE, AtLeast, model_option, quiet_option, running_options
 
-# options that select thresholds, each by itself
+# options that each select thresholds
 OF_THRESHOLDS = (
     *("thresholds", "max_kl", "max_loss", "task", "method"),
     *("alpha_high", "alpha_low", "per_layer", "documents", "seed", "retry"),
@@ -29,43 +29,41 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.command(
     "calibrate",
     cls=Command,
-    help="Measure what each attention head loses at few bits, and give each head the bits with which the model loses "
-    "least at the bytes of --ratio. From then on DiffKVCache(model) uses the result. It takes minutes; measurements "
-    "are kept, so an interrupted run is continued by the same command, and another ratio takes seconds.\n\n"
-    "With --thresholds, or any option that is marked so, measure instead the thresholds by which tokens are chosen, on "
-    "real caches, and write the cheapest ones within the limit, for DiffKVConfig.from_pretrained. If none is good "
-    "enough, the exit code is 1.",
+    help="Measure what each attention head loses at few bits, and assign the bits with which the model loses least at "
+    "the size of --ratio. DiffKVCache(model) uses the result from then on. This takes minutes; measurements are kept, "
+    "so the same command continues an interrupted run, and another ratio takes seconds.\n\n"
+    "With --thresholds, or any option marked so, instead measure the thresholds by which tokens are chosen, on real "
+    "caches, and write the cheapest ones within the limit, for DiffKVConfig.from_pretrained. If none is good enough, "
+    "the exit code is 1.",
 )
 @model_option(required=True)
 @click.option(
     "--output",
     type=PATH_TYPE,
-    help="For the configuration and the measurements; a run that it holds is continued.  [default: a folder of the "
-    "model in the user's cache]",
+    help="Folder for the configuration and measurements; a run in it is continued.  [default: the model's folder in "
+    "the user's cache]",
 )
 @click.option(
     "--text",
     metavar="T",
-    help="UTF-8 file, data set of the Hub, or offline; for heads at least 4 x (--length + 32) tokens.  [default: "
-    "generated text, facts and copies; for thresholds EleutherAI/hendrycks_math]",
+    help="UTF-8 file, Hub data set, or offline; for heads at least 4 x (--length + 32) tokens.  [default: "
+    "Python's documentation; for thresholds EleutherAI/hendrycks_math]",
 )
 @click.option(
     "--ratio",
     type=float,
     metavar="R",
-    help=f"Bytes of a stored token over those in the model's dtype.  [default: {RATIOS[DEFAULT_PRESET]:g}]",
+    help=f"Bytes of a stored token over its bytes in the model's dtype.  [default: {RATIOS[DEFAULT_PRESET]:g}]",
 )
 @click.option(
     "--length",
     type=AtLeast(),
-    help=f"Tokens of a prompt.  [default: 1200; for thresholds {TEXT_LENGTH}, or the task's own]",
+    help=f"Tokens per prompt.  [default: 1200; for thresholds {TEXT_LENGTH}, or the task's own]",
 )
 @running_options
 @click.option("--thresholds", is_flag=True, help="Measure thresholds instead of heads.")
-@click.option(
-    "--max-kl", type=float, metavar="X", help=f"Thresholds: mean KL to the dense cache, nats.  [default: {MAX_KL}]"
-)
-@click.option("--max-loss", type=float, metavar="Y", help="Thresholds: most that the first figure of --task may fall.")
+@click.option("--max-kl", type=float, metavar="X", help=f"Thresholds: maximum mean KL, in nats.  [default: {MAX_KL}]")
+@click.option("--max-loss", type=float, metavar="Y", help="Thresholds: maximum drop in the first metric of --task.")
 @click.option("--task", metavar="T", help="Thresholds: a task of `hf-diffkv evaluate`, instead of a text.")
 @click.option(
     "--method",
@@ -76,11 +74,11 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.option("--alpha-high", type=NUMBERS_TYPE, default=_listed(ALPHA_HIGH), help="Thresholds: values to try.")
 @click.option("--alpha-low", type=NUMBERS_TYPE, default=_listed(ALPHA_LOW), help="Thresholds: values to try.")
 @click.option(
-    "--per-layer", is_flag=True, help="Thresholds: then try higher ones layer by layer, in two runs for each layer."
+    "--per-layer", is_flag=True, help="Thresholds: then try higher ones layer by layer, with two runs per layer."
 )
 @click.option("--documents", type=AtLeast(), help=f"Thresholds: how many.  [default: {DOCUMENTS}, or the task's own]")
-@click.option("--seed", type=int, default=0, metavar="N", help="Thresholds: for the task's documents.")
-@click.option("--retry", is_flag=True, help="Thresholds: run again what failed before.")
+@click.option("--seed", type=int, default=0, metavar="N", help="Thresholds: seed for the task's documents.")
+@click.option("--retry", is_flag=True, help="Thresholds: rerun what failed before.")
 @quiet_option
 @click.pass_context
 def command(context: click.Context, **given: Any) -> None:

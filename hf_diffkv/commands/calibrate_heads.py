@@ -1,4 +1,4 @@
-"""`hf-diffkv calibrate` for heads: measures them and chooses the precisions of least loss at a ratio."""
+"""`hf-diffkv calibrate` for heads: measures them and chooses the precisions of lowest loss at a ratio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..precision import Precision
 from .console import Interrupted, paragraph, progress, table
 from .options import output_of
 
-# whose bytes are advised next for a model that caches latents
+# precision whose size is suggested next for a model that caches latents
 SMALLER_LATENTS = "K8V5"
 
 
@@ -25,8 +25,8 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     """Runs the command for heads.
 
     Raises:
-        EvaluationError: an error that the user can correct; measurements are kept.
-        Interrupted: the user stopped it; measurements are kept.
+        EvaluationError: the user can correct the error; measurements are kept.
+        Interrupted: the user stopped the command; measurements are kept.
     """
     from ..calibration.documents import DOCUMENT_LENGTH, documents_for
     from ..calibration.heads import config_for, measure
@@ -91,7 +91,7 @@ def _check_user_folder() -> None:
 def _report(
     options: SimpleNamespace, calibration: dict[str, Any], other: Precision, use: str, output: Path, kept: Path
 ) -> str:
-    """Describes the result, compared with an uncalibrated model's precision, and next steps."""
+    """Describes the result, compared with an uncalibrated model's precision, and the next steps."""
     from ..heads.allocation import SENSITIVITY, one_for_all, ratio_of
 
     plain = one_for_all(other, calibration)
@@ -107,11 +107,11 @@ def _report(
             table(("", "bytes of a dense cache's", "predicted KL"), rows),
             "",
             paragraph(
-                f"Bytes are those of stored tokens; the window comes on top. {use} finds this by itself, from {kept}. "
-                f"The configuration is {output / CONFIG_NAME}; {QUERIES_NAME} beside it has the moments of queries."
+                f"Bytes are those of stored tokens, without the window. {use} finds this automatically, in {kept}. "
+                f"The configuration is {output / CONFIG_NAME}; {QUERIES_NAME} next to it has the query moments."
             ),
             "",
-            "Next, check it on a text of yours, or choose another size (nothing is measured again):",
+            "Next, check it on your own text, or choose another size (nothing is measured again):",
             f"  {shlex.join(['hf-diffkv', 'verify', '--model', options.model])}",
             f"  {again}",
         ]

@@ -1,4 +1,4 @@
-"""`hf-diffkv calibrate` for thresholds: measures them and chooses the cheapest ones within a limit of the loss."""
+"""`hf-diffkv calibrate` for thresholds: measures them and chooses the cheapest ones within a loss limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     """Runs the command for thresholds.
 
     Raises:
-        EvaluationError: an error that the user can correct; measurements are kept.
+        EvaluationError: the user can correct the error; measurements are kept.
         Failure: no thresholds are good enough.
     """
     from ..calibration.documents import digest_of
@@ -55,7 +55,7 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
     chosen = cheapest(candidates, limit)
     path = output / CONFIG_NAME
     if chosen is None:
-        # removes the configuration of an earlier run, which had another limit
+        # removes the configuration of an earlier run with another limit
         path.unlink(missing_ok=True)
         raise Failure(_none(candidates, limit, bench.title))
     config = get_method(chosen.thresholds.method(options.method)).config_for(model_config)

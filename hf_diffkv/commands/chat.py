@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..running.talk import Talk
 
 HELP = {
-    "/memory": "what the cache takes",
+    "/memory": "memory the cache uses",
     "/levels": "what each layer keeps",
     "/reset": "forget everything",
     "/save FOLDER": "save the conversation; --load continues it",
@@ -50,15 +50,15 @@ CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins 
 @click.command(
     "chat",
     cls=Command,
-    help="Talk with a model, many turns on one cache. A line is a message; /memory, /levels, /reset, /save FOLDER, "
-    "/help and /quit are commands. Ctrl-C stops an answer, and what was said stays. If stdin is not a terminal, its "
-    "lines are the messages, and the answers go to stdout.",
+    help="Chat with a model, with many turns on one cache. Each line is a message; /memory, /levels, /reset, /save "
+    "FOLDER, /help and /quit are commands. Ctrl-C stops an answer but keeps what was said. If stdin is not a terminal, "
+    "its lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
 @click.option("--system", type=PROMPT_TYPE, help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
-@click.option("--load", type=PATH_TYPE, help="Continue a conversation that /save kept.")
-@click.option("--max-new-tokens", type=AtLeast(), default=512, help="Per answer.")
+@click.option("--load", type=PATH_TYPE, help="Continue a conversation saved with /save.")
+@click.option("--max-new-tokens", type=AtLeast(), default=512, help="Limit per answer.")
 @sampling_options
 @config_options
 @running_options
@@ -115,11 +115,11 @@ def _lines(options: SimpleNamespace) -> Iterator[str]:
     """Yields the user's input line by line."""
     if not sys.stdin.isatty():
         if isinstance(sys.stdin, io.TextIOWrapper):
-            # as files of prompts are, whatever the locale has
+            # as in files of prompts, whatever the locale
             sys.stdin.reconfigure(encoding="utf-8")
         try:
             for line in sys.stdin:
-                # some locales let bytes pass that are no text
+                # some locales let through bytes that are not text
                 line.encode("utf-8")
                 yield line.rstrip("\n")
         except UnicodeError as error:
@@ -245,7 +245,7 @@ class _ChatSession:
 
 @contextmanager
 def _until_interrupted() -> Iterator[Event]:
-    """Makes Ctrl-C in a terminal only set the event within the block, so that a token is always completed."""
+    """Makes Ctrl-C in a terminal only set the event within the block, so that every token is completed."""
     stop = Event()
     if not (sys.stdin.isatty() and to_terminal()):
         yield stop

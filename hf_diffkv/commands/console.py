@@ -19,7 +19,7 @@ from ..heads.lookup import HINTS
 
 WIDEST = 100
 NARROWEST = 20
-# least columns for help next to options
+# minimum number of columns for help next to options
 SIDE_BY_SIDE = 60
 
 
@@ -41,7 +41,7 @@ class Command(click.Command):
 
 
 class Failure(click.ClickException):
-    """A command failed or has a bad result; it ends with exit code 1, while usage errors end with 2."""
+    """A command failed or has a bad result; the exit code is 1, not 2 as for usage errors."""
 
     exit_code = 1
 
@@ -53,7 +53,7 @@ class Interrupted(Failure):
 
 
 def width() -> int:
-    """Returns the number of columns of output."""
+    """Returns the number of columns for output."""
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((80, 24)).columns))
 
 
@@ -70,9 +70,9 @@ class _ToTerminal(logging.Handler):
 
 @contextmanager
 def log_on_terminal(quiet: bool) -> Iterator[None]:
-    """Prints the library's log to stderr within the block, wrapped to the terminal, without hints if `quiet`.
+    """Prints the library's log to stderr within the block, wrapped to the terminal; `quiet` omits hints.
 
-    Warnings are printed without their place in the source.
+    Warnings are printed without their location in the source.
     """
     logger, hints, handler = logging.getLogger("hf_diffkv"), logging.getLogger(HINTS), _ToTerminal(logging.WARNING)
     logger.addHandler(handler)
@@ -106,12 +106,12 @@ def paragraph(text: str) -> str:
 
 
 def entry(name: str, text: str, column: int) -> str:
-    """Wraps `text` to the terminal from `column` on, after `name`."""
+    """Wraps `text` to the terminal, starting at `column` after `name`."""
     return textwrap.fill(text, width(), initial_indent=name.ljust(column), subsequent_indent=" " * column)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Formats aligned columns, or if they do not fit a heading for each row and a line for each cell."""
+    """Formats aligned columns or, if they do not fit, a heading for each row and a line for each cell."""
     lines = [list(header), *map(list, rows)]
     sizes = [max(map(len, column)) for column in zip(*lines)]
     if sum(sizes) + 2 * (len(sizes) - 1) <= width():
@@ -128,7 +128,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def megabytes(count: int | None) -> str:
-    """Formats bytes for people, in powers of ten."""
+    """Formats bytes for reading, in powers of ten."""
     if count is None:
         return "unknown"
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

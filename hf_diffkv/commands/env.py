@@ -21,7 +21,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
 
 
-@click.command("env", cls=Command, help="Print versions, hardware and whether there is native code, for a bug report.")
+@click.command("env", cls=Command, help="Print versions, hardware and whether native code is there, for a bug report.")
 @json_option
 def command(as_json: bool) -> None:
     # imported here, as it would slow down the help of `generate`
@@ -33,7 +33,7 @@ def command(as_json: bool) -> None:
     found = gpus()
     if not found and _has_fast_4bit():
         lines["advice"] = _advice()
-    lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none that nvidia-smi knows"}
+    lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none found by nvidia-smi"}
     try:
         lines["native code"] = instructions_at()
     except OSError as error:
@@ -47,10 +47,10 @@ def _has_fast_4bit() -> bool:
 
 
 def _advice() -> str:
-    """Returns how steps get faster on a machine without a GPU."""
+    """Returns advice on faster decode steps for a machine without a GPU."""
     missing = importlib.util.find_spec("bitsandbytes") is None
     install = " (pip install bitsandbytes)" if missing else ""
-    return f"without a GPU, weights in 4 bits make steps faster: --weights 4bit{install}"
+    return f"without a GPU, 4-bit weights make decode steps faster: --weights 4bit{install}"
 
 
 def versions() -> dict[str, str]:

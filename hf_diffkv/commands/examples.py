@@ -11,7 +11,7 @@ FOLDERS = (Path(__file__).parent / "prompts", CHECKOUT / "examples" / "prompts")
 
 
 def prompt_for(chats: bool) -> str:
-    """Reads a long prompt with a question at its end: a handbook for chat models, facts for others."""
+    """Reads a long prompt that ends with a question: a handbook for chat models, facts for others."""
     name = "museum.txt" if chats else "recall.txt"
     found = next(folder / name for folder in FOLDERS if (folder / name).is_file())
     return found.read_text(encoding="utf-8").removesuffix("\n")

@@ -1,4 +1,4 @@
-"""`hf-diffkv generate`: generates with a DiffKV cache and compares with a dense one."""
+"""`hf-diffkv generate`: generates with a DiffKV cache and compares it with a dense one."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_p", "top_k")
 
 sampling_options = chain(
-    click.option("--sample", is_flag=True, help="Draw tokens at random instead of taking the likeliest."),
-    click.option("--seed", metavar="N", type=int, default=0, help="For --sample."),
+    click.option("--sample", is_flag=True, help="Sample tokens instead of taking the most likely."),
+    click.option("--seed", metavar="N", type=int, default=0, help="Random seed for --sample."),
     click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="For --sample."),
     click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="For --sample."),
     click.option("--top-k", type=AtLeast(), help="For --sample."),
@@ -63,23 +63,23 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 @click.command(
     "generate",
     cls=Command,
-    help="Stream what a model writes after PROMPT with a DiffKV cache, then compare memory, speed and text with "
-    "Transformers' DynamicCache. Each cache runs in a process of its own. If stdout is not a terminal, it gets the "
-    "generated text alone, and the comparison goes to stderr.",
+    help="Stream a model's continuation of PROMPT with a DiffKV cache, then compare memory, speed and text with "
+    "Transformers' DynamicCache. Each cache runs in its own process. If stdout is not a terminal, it gets only the "
+    "generated text, and the comparison goes to stderr.",
     epilog="For example: hf-diffkv generate --example; hf-diffkv generate --model smollm2 --preset small --prompt-file "
-    "report.txt. Short prompts save nothing: the window is uncompressed.",
+    "report.txt. Short prompts save nothing, as the window is uncompressed.",
 )
 @prompt_options
-@click.option("--example", is_flag=True, help="A long document with a question, in place of a PROMPT.")
+@click.option("--example", is_flag=True, help="Use a long document with a question as PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
-@click.option("--then", type=PROMPT_TYPE, multiple=True, help="A further turn on the same cache; repeatable.")
-@click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
+@click.option("--then", type=PROMPT_TYPE, multiple=True, help="Another turn on the same cache; repeatable.")
+@click.option("--chat", is_flag=True, help="Format PROMPT and each --then with the model's chat template.")
 @click.option("--system", type=PROMPT_TYPE, help="System message for --chat.")
-@click.option("--max-new-tokens", type=AtLeast(), default=64, help="Per turn.")
+@click.option("--max-new-tokens", type=AtLeast(), default=64, help="Limit per turn.")
 @sampling_options
-@click.option("--save-cache", type=PATH_TYPE, help="Keep the cache and what was written for --load-cache.")
-@click.option("--load-cache", type=PATH_TYPE, help="Go on from there: PROMPT is the next turn, and it alone is read.")
-@click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")
+@click.option("--save-cache", type=PATH_TYPE, help="Save the cache and the text there for --load-cache.")
+@click.option("--load-cache", type=PATH_TYPE, help="Continue from there: only PROMPT, the next turn, is read.")
+@click.option("--no-compare", is_flag=True, help="Skip the dense cache.")
 @config_options
 @running_options
 @click.option("--output", type=PATH_TYPE, help="Write levels.png and figures.json there.")
@@ -97,7 +97,7 @@ def command(**given: Any) -> None:
         job = dataclasses.replace(job, picture=str(picture))
     runs = _run(job, options)
     if options.save_cache is not None:
-        progress(f"Wrote {options.save_cache}; --load-cache goes on from there.", options.quiet)
+        progress(f"Wrote {options.save_cache}; --load-cache continues from there.", options.quiet)
     found = figures(job, runs, versions())
     if options.as_json:
         click.echo(json.dumps(found, indent=2))
@@ -113,7 +113,7 @@ def command(**given: Any) -> None:
 
 
 def _job(options: SimpleNamespace) -> Job:
-    """Makes the job of the DiffKV run, after all checks that do not need the weights."""
+    """Makes the job of the DiffKV run, after all checks that need no weights."""
     text = read_prompt(options)
     if options.example:
         text = _example(options, text)
@@ -228,7 +228,7 @@ def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None,
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # fails now instead of after the generation
+        # fails now rather than after generation
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -251,7 +251,7 @@ def comparison(compressed: FinishedRun, dense: FinishedRun | None = None) -> str
     if dense is None:
         return "\n".join(["", table(("", compressed.cache, "of a dense cache"), rows), "", *_kept(compressed)])
     rows.append(("  above the model", *(megabytes(run.above_model_bytes) for run in runs), ""))
-    peak = f"Peak memory: {compressed.peak_source}, a process of its own for each cache."
+    peak = f"Peak memory: {compressed.peak_source}, in a separate process for each cache."
     header = ("", dense.cache, compressed.cache, f"{compressed.cache} / dense")
     lines = ["", table(header, rows), "", *_kept(compressed), _difference(compressed, dense), paragraph(peak)]
     return "\n".join(lines)
@@ -313,13 +313,13 @@ def _kept(run: FinishedRun) -> list[str]:
     lines = [paragraph(f"{kept_in_words(layers)}.")] if layers else []
     compressed = len(layers)
     if run.num_layers is not None and compressed < run.num_layers:
-        note = "the bytes count all of them. `hf-diffkv inspect` says which."
+        note = "the bytes include all of them. `hf-diffkv inspect` shows which."
         lines.append(paragraph(f"{compressed} of {run.num_layers} layers are compressed; {note}"))
     if run.layers != [] and run.dense_bytes is not None and run.cache_bytes >= run.dense_bytes:
         if run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]:
             why = "Nothing is saved: every token is stored as it is."
         else:
-            why = "So short a cache saves nothing: the window and partly filled pages outweigh it."
+            why = "A cache this short saves nothing, because of the window and partly filled pages."
         lines.append(paragraph(why))
     return lines
 

@@ -39,8 +39,8 @@ WHITE, BLACK = 231, 16
 @click.command(
     "inspect",
     cls=Command,
-    help="Say which layers of a model are compressed and what a token takes there. With PROMPT, run the model on it "
-    "and show what each layer keeps of it, and the text in the colours of its levels.",
+    help="Show which layers of a model are compressed and how many bytes a token uses there. With PROMPT, run the "
+    "model on it and show what each layer keeps of it, and the text coloured by level.",
 )
 @prompt_options
 @model_option(default=SMALLEST_MODEL, show_default=True)
@@ -64,7 +64,7 @@ def command(**given: Any) -> None:
         config = config_for(choice, model_config if shape is None else shape)
         note = note_of_heads(choice, model_config, shape)
         if note:
-            progress(paragraph(f"{note} A PROMPT has them read."), options.quiet)
+            progress(paragraph(f"{note} A PROMPT loads them."), options.quiet)
     else:
         config_before(choice, model_config)
         ids, pieces = _tokens(options, text, position_limit(model_config))
@@ -82,7 +82,7 @@ def command(**given: Any) -> None:
 
 
 def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[str, Any]:
-    """Returns the kinds of layers, and bytes per token and KV head in the compressed ones."""
+    """Returns the kinds of layers, and the bytes per token and KV head in the compressed ones."""
     from ..cache.diffkv_cache import DiffKVCache
     from ..planning import ModelShape
 
@@ -129,7 +129,7 @@ def _layer_text(found: dict[str, Any]) -> str:
     ]
     for kind, indices in found["kinds"].items():
         if indices != found["compressed_layers"]:
-            lines.append(paragraph(f"Left as they are ({kind}): {', '.join(map(str, indices))}."))
+            lines.append(paragraph(f"Left uncompressed ({kind}): {', '.join(map(str, indices))}."))
     dense_bytes = itemgetter("dense_token_bytes")
     for dense, pages in groupby(sorted(found["pages"], key=dense_bytes), dense_bytes):
         rows: dict[str, tuple[int, int]] = {}
@@ -177,7 +177,7 @@ def _run(options: SimpleNamespace, model: Any, config: Any, ids: list[int]) -> D
 
 
 def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
-    """Returns memory, and for each token the number of heads at each level."""
+    """Returns the memory held and, for each token, the number of heads at each level."""
     import dataclasses
 
     from ..cache.report import level_counts, levels_of_request
@@ -197,7 +197,7 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
 
 def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
     memory = cache.memory()
-    others = ", layers that are left as they are included" if len(memory.layers) < memory.num_layers else ""
+    others = ", including the layers left uncompressed" if len(memory.layers) < memory.num_layers else ""
     lines = [paragraph(f"{taken(len(kept['tokens']), memory)}{others}.")]
     if memory.hint:
         lines.append(paragraph(f"{memory.hint.capitalize()}."))
@@ -217,7 +217,7 @@ def taken(tokens: int, memory: Any) -> str:
 
 
 def level_table(memory: Any) -> str:
-    """Formats, for every compressed layer, the share of tokens at each level over its heads, and their precisions.
+    """Formats, for each compressed layer, the share of its heads' tokens at each level, and their precisions.
 
     If no head chooses levels, tokens are either stored or in the window.
     """
@@ -249,7 +249,7 @@ def _in_colour(text: str, level: str) -> str:
 
 
 def _extremes(tokens: list[dict[str, Any]]) -> str:
-    """Lists the tokens that most and fewest heads keep high."""
+    """Lists the tokens that the most and the fewest heads keep high."""
     judged = [token for token in tokens if not token["window"]]
     if not judged:
         return "All tokens are in the window."

@@ -1,4 +1,4 @@
-"""Checks of a model before a command starts: that it exists, is supported, and takes enough tokens."""
+"""Checks before a command starts that a model exists, is supported, and accepts enough tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .console import one_line
 
 
 def supported_config(name: str) -> Any:
-    """Loads a model's configuration. Raises `click.UsageError` unless it is there and DiffKV works with it."""
+    """Loads a model's configuration. Raises `click.UsageError` unless it exists and DiffKV supports it."""
     from transformers import AutoConfig
 
     from ..cache.errors import UnsupportedModelError
@@ -45,7 +45,7 @@ def loaded(factory: Any, name: str) -> Any:
 
 
 def position_limit(config: Any) -> int | None:
-    """Returns the maximum number of tokens of the model, or None if its configuration does not say."""
+    """Returns the model's maximum number of tokens, or None if its configuration does not say."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 

@@ -36,7 +36,7 @@ PRESET_FIELDS = {"alpha_high", "alpha_low", "high", "low"}
 
 
 class Parsed(click.ParamType):
-    """Parameter type that parses a text by `parse`, whose `ValueError` is shown to the user."""
+    """Parameter type that parses a text with `parse`, whose `ValueError` is shown to the user."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -51,7 +51,7 @@ class Parsed(click.ParamType):
 
 
 def budget_in(text: str) -> int | str:
-    """Parses a size for `bytes_in`, or a share of what is free such as 80%."""
+    """Parses a size as in `bytes_in`, or a share of free memory such as 80%."""
     try:
         return as_bytes("", text)
     except ValueError as error:
@@ -60,7 +60,7 @@ def budget_in(text: str) -> int | str:
 
 
 def path_in(text: str) -> Path:
-    """Parses the path of a file or a folder; refuses an empty text, which stands for the current folder in `Path`."""
+    """Parses the path of a file or folder; rejects an empty text, which `Path` takes as the current folder."""
     if not text:
         raise ValueError("the path is empty; name it, or leave the option out.")
     return Path(text)
@@ -69,7 +69,7 @@ def path_in(text: str) -> Path:
 def precision_in(text: str) -> Precision:
     """Parses bits of keys and values, such as K8V4."""
     try:
-        # groups are written with a small letter
+        # groups are written with a lower-case letter
         return Precision.parse(text.replace("k", "K").replace("v", "V"))
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
@@ -89,7 +89,7 @@ def ratio_in(text: str) -> float:
 
 
 def prompt_in(text: str) -> str:
-    """Checks that a text can be tokenised, as characters that stand for bytes of the command line cannot."""
+    """Checks that a text can be tokenised; characters that stand for undecodable bytes cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -98,7 +98,7 @@ def prompt_in(text: str) -> str:
 
 
 def numbers_in(text: str) -> tuple[float, ...]:
-    """Parses comma-separated numbers of at least 0; returns them in rising order without repetition."""
+    """Parses comma-separated numbers of at least 0; returns them in ascending order without duplicates."""
     try:
         values = sorted({float(part) for part in text.split(",") if part.strip()})
     except ValueError:
@@ -114,7 +114,7 @@ PRECISION_TYPE, NUMBERS_TYPE = Parsed("KxVy", precision_in), Parsed("A,B", numbe
 
 
 class Between(click.FloatRange):
-    """Number within a range, which NaN is not."""
+    """Number within a range; NaN is rejected."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         number = super().convert(value, param, context)
@@ -156,7 +156,7 @@ def chain(*decorators: Callable) -> Callable:
 
 
 def model_option(**attributes: Any) -> Callable:
-    """Makes the option `--model`. Its value is unchanged; `resolve_model` gives the argument for `from_pretrained`."""
+    """Makes the option `--model`. Its value is unchanged; `resolve_model` turns it into a path or Hub id."""
     return click.option(
         "--model",
         metavar="M",
@@ -168,7 +168,7 @@ def model_option(**attributes: Any) -> Callable:
 
 
 def known_model(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Checks, as a callback, the name of a model. Raises `click.BadParameter` for a misspelt short name."""
+    """Callback that checks the name of a model. Raises `click.BadParameter` for a misspelt short name."""
     try:
         if value is not None:
             resolve_model(value)
@@ -182,7 +182,7 @@ dtype_option = click.option(
     type=click.Choice(DTYPE_NAMES),
     metavar="T",
     default="auto",
-    help="Of the model: float32, bfloat16, float16, or auto, which is as saved.",
+    help="Dtype of the model: float32, bfloat16, float16, or auto, as it was saved.",
 )
 running_options = chain(
     dtype_option,
@@ -193,12 +193,12 @@ running_options = chain(
         help="4bit or 8bit: quantise the weights with bitsandbytes; 4bit is faster on a CPU with AVX512-BF16.  "
         "[default: as saved]",
     ),
-    click.option("--device", metavar="D", help="For example cpu or cuda:0.  [default: cuda where there is one]"),
+    click.option("--device", metavar="D", help="For example cpu or cuda:0.  [default: cuda if available]"),
 )
 
-quiet_option = click.option("--quiet", is_flag=True, help="No progress, nothing but results.")
+quiet_option = click.option("--quiet", is_flag=True, help="Print only results, no progress.")
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout."
+    "--json", "as_json", is_flag=True, help="Print a single JSON object, and nothing else, on stdout."
 )
 
 # bytes of a token, by name or number
@@ -206,12 +206,12 @@ preset_options = chain(
     click.option(
         "--preset",
         type=Parsed("P", preset_in),
-        help="quality, balanced or small, from most memory to least. Measured models get a precision for each head.",
+        help="quality, balanced or small, from most to least memory. Measured models get a precision for each head.",
     ),
     click.option(
         "--ratio",
         type=Parsed("X", ratio_in),
-        help="Instead: bytes of a stored token over a dense one's, at most, such as 0.23.",
+        help="Alternative: maximum bytes of a stored token over a dense one's, such as 0.23.",
     ),
 )
 
@@ -220,11 +220,11 @@ format_options = chain(
     preset_options,
     click.option("--high", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of important tokens."),
     click.option("--low", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of other tokens."),
-    click.option("--window", type=AtLeast(), help="Newest tokens kept uncompressed."),
-    click.option("--sinks", type=AtLeast(0), help="First tokens kept uncompressed."),
-    click.option("--rotate/--no-rotate", default=None, help="Store keys and values rotated: fewer bits suffice."),
-    click.option("--center/--no-center", default=None, help="Subtract the mean key before keys are stored."),
-    click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),
+    click.option("--window", type=AtLeast(), help="Number of newest tokens kept uncompressed."),
+    click.option("--sinks", type=AtLeast(0), help="Number of first tokens kept uncompressed."),
+    click.option("--rotate/--no-rotate", default=None, help="Rotate stored keys and values, so fewer bits suffice."),
+    click.option("--center/--no-center", default=None, help="Subtract the mean key before storing keys."),
+    click.option("--config", metavar="NAME", help="A saved configuration: a folder or a Hub repository."),
 )
 
 # levels of tokens
@@ -236,10 +236,10 @@ level_options = chain(
         "--alpha-low",
         metavar="X",
         type=float,
-        help="Tokens below X times the average significance are pruned; 0: none.",
+        help="Tokens below X times the average significance are pruned; 0 prunes none.",
     ),
     format_options,
-    click.option("--lossless", is_flag=True, help="Store everything as it is; to check an installation."),
+    click.option("--lossless", is_flag=True, help="Store everything as it is, to check an installation."),
 )
 
 config_options = chain(
@@ -248,11 +248,11 @@ config_options = chain(
 )
 
 
-# a text as argument, by --prompt, or by --prompt-file
+# a text as an argument, by --prompt, or by --prompt-file
 prompt_options = chain(
     click.argument("text", metavar="[PROMPT]", type=PROMPT_TYPE, required=False),
-    click.option("--prompt", type=PROMPT_TYPE, help="The same as PROMPT; - reads it from stdin."),
-    click.option("--prompt-file", metavar="FILE", help="UTF-8; one newline at its end is dropped; - is stdin."),
+    click.option("--prompt", type=PROMPT_TYPE, help="Same as PROMPT; - reads it from stdin."),
+    click.option("--prompt-file", metavar="FILE", help="UTF-8 file; one trailing newline is dropped; - is stdin."),
 )
 
 
@@ -269,10 +269,10 @@ def read_prompt(options: SimpleNamespace) -> str | None:
 
 
 def read_file(name: str) -> str:
-    """Returns the text of a file, or of stdin for `-`, without one newline at its end. Raises `click.UsageError`."""
+    """Returns the text of a file, or of stdin for `-`, without one trailing newline. Raises `click.UsageError`."""
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
-        # Windows' editors may write a mark at the beginning and two characters for a newline
+        # Windows editors may write a byte order mark at the beginning and two characters for a newline
         return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except OSError as error:
         raise click.UsageError(f"cannot read {name}: {error.strerror}.") from error
@@ -280,12 +280,12 @@ def read_file(name: str) -> str:
         raise click.UsageError(f"{'stdin' if name == STDIN else name} is not UTF-8 text.") from error
 
 
-# a configuration, or fields, possibly with a preset, that override the configuration that suits a model
+# a configuration, or fields, possibly with a preset, that override the one that suits a model
 ConfigChoice = Union[DiffKVConfig, dict[str, Any]]
 
 
 def choice_of(options: SimpleNamespace) -> ConfigChoice:
-    """Returns the configuration or fields of `config_options`, without reading `options.model`.
+    """Returns the configuration or fields given by `config_options`, without reading `options.model`.
 
     Raises:
         click.UsageError: values contradict each other, or a saved configuration cannot be read.
@@ -308,7 +308,7 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
         if bases == ["--config"]:
             saved = DiffKVConfig.from_pretrained(options.config)
             return DiffKVConfig.from_dict({**saved.to_dict(), **fields})
-        # raises for contradicting values, with the published thresholds of some models
+        # raises for contradictory values, including the published thresholds of some models
         DiffKVConfig(**{**(published(resolve_model(options.model)) or {}), **fields})
     except (ValueError, OSError) as error:
         raise click.UsageError(one_line(error)) from error
@@ -318,7 +318,7 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
 
 
 def config_for(choice: ConfigChoice, model: Any) -> DiffKVConfig:
-    """Returns the configuration for a loaded model, or for a model's configuration, without measured heads then.
+    """Returns the configuration for a loaded model, or for a model's configuration, then without measured heads.
 
     Raises:
         click.UsageError: values contradict each other, or a file saved with the model cannot be read.
@@ -330,10 +330,10 @@ def config_for(choice: ConfigChoice, model: Any) -> DiffKVConfig:
 
 
 def config_before(choice: ConfigChoice, model_config: Any) -> DiffKVConfig:
-    """Returns the configuration as far as it is known without the weights, which decide the possible ratios.
+    """Returns the configuration as far as it is known without weights, which determine the possible ratios.
 
     Raises:
-        click.UsageError: raised by `config_for`, or no model with such heads can have the ratio.
+        click.UsageError: raised by `config_for`, or no model with such heads can reach the ratio.
     """
     if isinstance(choice, DiffKVConfig) or RATIO not in choice:
         return config_for(choice, model_config)
@@ -357,10 +357,10 @@ def fields_of(choice: ConfigChoice) -> dict[str, Any]:
 
 
 def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
-    """Returns a note on what a configuration chosen without weights may lack, or an empty text.
+    """Returns a note on what a configuration chosen without weights may lack, or an empty string.
 
     Args:
-        model: model on the meta device; None if it could not be made.
+        model: model on the meta device; None if it could not be built.
     """
     if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
         return ""
@@ -368,8 +368,8 @@ def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
     if weights_known(model) or (by_name and not {"preset", RATIO} & set(choice)):
         return ""
     return (
-        "These are the same bits for all heads: no configuration was found beside the model, and whether its heads "
-        "were measured is known once its weights are on this machine."
+        "This assumes the same bits for all heads: no configuration was found with the model, and whether its heads "
+        "were measured is known only once its weights are on this machine."
     )
 
 
@@ -380,10 +380,10 @@ def _leave_out(spoiling: set[str], why: str) -> None:
 
 
 def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
-    """Returns `--output`, or a folder in the user's cache for runs of a kind with the model's weights and dtype."""
+    """Returns `--output`, or a folder in the user's cache for runs of this kind with the model's weights and dtype."""
     if options.output is not None:
         return options.output
-    # the end of a long path is the most specific
+    # the end of a long path is the most specific part
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.model)[-LONGEST_NAME:].strip("-.")
     dtype = str(model.dtype).removeprefix("torch.")
     return user_folder() / "runs" / kind / f"{name}-{dtype}-{model_digest(model)}"

@@ -38,31 +38,33 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTEXT = 8192
 SHARES = (0.0, 0.5, 1.0)
-# from the number of tokens to the bytes of one request
+# maps a number of tokens to the bytes of one request
 BytesOf = Callable[[int], int]
 
 size_options = chain(
     click.option("--memory", type=SIZE_TYPE, required=True, help="Memory of the device, for example 24GB."),
     click.option("--reserve", type=SIZE_TYPE, help="Kept free for activations.  [default: a tenth of --memory]"),
-    click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: of their files, or computed]"),
-    click.option("--batch", type=AtLeast(), default=1, help="Requests of the longest context."),
+    click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: size of the files, or computed]"),
+    click.option("--batch", type=AtLeast(), default=1, help="Requests for the longest context."),
     click.option(
         "--max-bytes",
         type=BUDGET_TYPE,
-        help="Budget of caches, such as 8GB or 80%.  [default: all that is left for them]",
+        help="Budget for caches, such as 8GB or 80%.  [default: all remaining memory]",
     ),
-    click.option("--context", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"),
+    click.option(
+        "--context", type=AtLeast(), help="Tokens per request of the largest batch.  [default: 8192 or the model's]"
+    ),
 )
 
 
 @click.command(
     "plan",
     cls=Command,
-    help="Say which context and which batch fit into memory, from the model's configuration alone: no weights are "
-    "loaded, nothing runs. DiffKV's bytes count whole pages, windows and tables. How many tokens are at the high level "
-    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Also say at how many tokens a "
-    "cache that is precise until its budget is full begins to lower heads, and where its room ends. If the model's "
-    "heads were measured, also print the predicted loss at other sizes.",
+    help="Compute the context and batch that fit into memory, from the model's configuration alone: no weights are "
+    "loaded, and nothing runs. DiffKV's bytes include whole pages, windows and tables. The share of tokens at the high "
+    "level depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Also print at how many "
+    "tokens a cache that is precise until its budget is full starts to lower heads, and at how many it is out of room. "
+    "If the model's heads have been measured, also print the predicted loss at other sizes.",
 )
 @model_option(required=True)
 @size_options
@@ -71,7 +73,7 @@ size_options = chain(
     metavar="X",
     type=Between(0, 1),
     multiple=True,
-    help="Of the tokens, where there are two levels.  [default: 0, 0.5, 1]",
+    help="Share of tokens at the high level, if there are two.  [default: 0, 0.5, 1]",
 )
 @format_options
 @dtype_option
@@ -79,7 +81,7 @@ size_options = chain(
     "--plot",
     type=PATH_TYPE,
     metavar="FILE",
-    help="Draw the predicted loss over bytes: png, svg or pdf, by the name.",
+    help="Plot the predicted loss over bytes, as png, svg or pdf by its name.",
 )
 @json_option
 def command(**given: Any) -> None:
@@ -116,7 +118,7 @@ def command(**given: Any) -> None:
     try:
         budget = _budget(shape, config, free, options)
         compressed = _compressed(shape, config, options.high_share or SHARES)
-        # dense caches know no budget
+        # dense caches have no budget
         tables = ((_dense(shape), None), (compressed, None if config.max_bytes is None else budget))
         rows = [
             {"cache": name, **_fit(bytes_of, shape, free, limit, options)}
@@ -151,7 +153,7 @@ def command(**given: Any) -> None:
 
 
 def _dense(shape: ModelShape) -> dict[str, BytesOf]:
-    """Returns the function of each uncompressed cache."""
+    """Returns the function for each uncompressed cache."""
     from ..planning import FP8_BYTES
 
     dtype = str(shape.dtype).removeprefix("torch.")
@@ -162,7 +164,7 @@ def _dense(shape: ModelShape) -> dict[str, BytesOf]:
 
 
 def _compressed(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[str, BytesOf]:
-    """Returns the function of each compressed cache."""
+    """Returns the function for each compressed cache."""
     found: dict[str, BytesOf] = {}
     # if levels do not depend on significance, all stored tokens are high
     for share in dict.fromkeys(sorted(shares, reverse=True)) if config.selects else (1.0,):
@@ -174,7 +176,7 @@ def _compressed(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> di
 
 
 def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleNamespace) -> int:
-    """Returns the bytes that compressed layers may take.
+    """Returns the bytes that compressed layers may use.
 
     Raises:
         ValueError: `config.max_bytes` is above what is left for them.
@@ -194,7 +196,7 @@ def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleN
 def _filling(
     shape: ModelShape, config: DiffKVConfig, model: Any, budget: int, options: SimpleNamespace
 ) -> BudgetPlan | None:
-    """Plans how the budget fills; None if tokens are not precise until then."""
+    """Plans how the budget fills up; None if tokens are not precise until then."""
     from ..cache.resolve import moments_for
     from ..planning import plan_budget
 
@@ -207,7 +209,7 @@ def _filling(
 def _fit(
     bytes_of: BytesOf, shape: ModelShape, free: int, budget: int | None, options: SimpleNamespace
 ) -> dict[str, int | float]:
-    """Returns what fits into `free` bytes, of which compressed layers take at most `budget`; None is unlimited."""
+    """Returns what fits into `free` bytes, of which compressed layers use at most `budget`; None means no limit."""
     from ..planning import MOST_PLANNED, longest
 
     def fits(tokens: int, batch: int) -> bool:
@@ -234,8 +236,8 @@ def _text(found: dict[str, Any]) -> str:
     lines = [
         paragraph(
             f"{megabytes(found['memory'])}: {megabytes(found['weights'])} weights, {megabytes(found['reserve'])} kept "
-            f"for activations, {megabytes(found['free'])} for caches. Longest context of {found['batch']} at once; "
-            f"largest batch of {found['context']:,} tokens each."
+            f"for activations, {megabytes(found['free'])} for caches. Longest context for {found['batch']} at once; "
+            f"largest batch with {found['context']:,} tokens each."
         ),
         "",
         table(header, rows),
@@ -249,17 +251,15 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(
             paragraph(
                 f"DiffKV compresses {found['compressed_layers']} of {found['layers']} layers; the others are as in "
-                "the dense cache, and counted."
+                "the dense cache and are included."
             )
         )
-    lines.append(
-        paragraph("A prompt needs memory of its own while it runs; long ones may need more than is kept for it.")
-    )
+    lines.append(paragraph("Prompts need additional memory while they run; long ones may need more than is kept free."))
     return "\n".join(lines)
 
 
 def _filling_text(found: dict[str, Any]) -> str:
-    """Says when heads are lowered, and when that is no longer enough."""
+    """Describes when heads are lowered, and when that is no longer enough."""
     plan, limit = found["until_full"], found["limit"]
     budget = f"With a budget (max_bytes) of {megabytes(plan['max_bytes'])}, all tokens are {plan['precise']}"
     whose = "" if found["batch"] == 1 else f" of each of {found['batch']} requests"
@@ -270,11 +270,11 @@ def _filling_text(found: dict[str, Any]) -> str:
     ends = plan["room_ends"]
     room = "room is there for all that the model takes" if ends == limit else f"room ends at {ends:,}"
     begins = f"{budget} at first; from {plan['lowering_begins']:,} tokens{whose} on heads are lowered"
-    return f"{begins} to {plan['final']}, and {room}. In generation step by step a page of tokens more or fewer fits."
+    return f"{begins} to {plan['final']}, and {room}. Step by step, a page of tokens more or fewer may fit."
 
 
 def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None) -> str:
-    """Formats a table of losses over bytes, with a mark at the configuration's own ratio."""
+    """Formats a table of losses over bytes, with the configuration's own ratio marked."""
     from ..heads.allocation import SENSITIVITY
 
     rows = [

@@ -28,23 +28,23 @@ from .options import (
 )
 
 VERIFIED_LENGTH, VERIFIED_CONTINUED = 1024, 128
-# precisions from the cheapest to the most careful, tried if the configuration loses too much
+# precisions tried, cheapest first, if the configuration loses too much
 GENTLER = ("K8V4", "K8V8")
 
 
 @click.command(
     "verify",
     cls=Command,
-    help="Check DiffKV with a model, teacher-forced on a text: whether a lossless cache gives the dense cache's "
-    "predictions, how far those of the default configuration (or the one given) are from them, and what it saves. If "
-    "something is wrong or the loss is above --max-kl, the exit code is 1, and a setting that loses less is named.",
+    help="Check DiffKV with a model, teacher-forced on a text: whether a lossless cache reproduces the dense cache's "
+    "predictions, how far the default configuration (or the one given) deviates from them, and what it saves. If "
+    "something is wrong or the loss exceeds --max-kl, the exit code is 1, and a setting that loses less is suggested.",
 )
 @model_option(required=True)
-@click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
-@click.option("--documents", type=AtLeast(), default=1, help="Parts of the text.")
-@click.option("--length", type=AtLeast(), default=VERIFIED_LENGTH, help="Tokens of a prompt.")
-@click.option("--continued", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens after it that are compared.")
-@click.option("--max-kl", metavar="X", type=Between(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats.")
+@click.option("--text", metavar="T", default="offline", help="UTF-8 file, Hub data set, or offline.")
+@click.option("--documents", type=AtLeast(), default=1, help="Number of parts of the text.")
+@click.option("--length", type=AtLeast(), default=VERIFIED_LENGTH, help="Tokens per prompt.")
+@click.option("--continued", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens after it to compare.")
+@click.option("--max-kl", metavar="X", type=Between(min=0), default=MAX_KL, help="Maximum mean KL, in nats.")
 @config_options
 @running_options
 @json_option
@@ -71,7 +71,7 @@ def command(**given: Any) -> None:
 
 
 def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], str, bool]:
-    """Measures the caches, and returns the outcomes, the verdict, and whether the result is good."""
+    """Measures the caches and returns the outcomes, the verdict, and whether the result is good."""
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)
     config = config_before(choice, model_config)
@@ -133,11 +133,11 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
 
 
 def _good(name: str, chosen: Any, limit: float) -> str:
-    found = f"Good: {chosen.kl:.4f} nats are within {limit:g}, the likeliest token is the same at {chosen.top1:.1%}"
+    found = f"Good: {chosen.kl:.4f} nats is within {limit:g}, the most likely token is the same at {chosen.top1:.1%}"
     if chosen.ratio >= 1:
         return f"{found}, but the cache saves nothing at this --length; give that of your prompts."
     return (
-        f"{found}, and the cache takes {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate --model {quote(name)}` "
+        f"{found}, and the cache is {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate --model {quote(name)}` "
         "looks for a cheaper setting."
     )
 

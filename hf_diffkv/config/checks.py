@@ -12,10 +12,10 @@ from ..precision import Precision, as_precision, is_integer
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
-# factors by unit in small letters
+# factors by unit in lower case
 UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
 UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
-# a smaller number without a unit is taken for a forgotten unit
+# a smaller number without a unit is assumed to be missing it
 LEAST_WITHOUT_UNIT = 1_000_000
 
 
@@ -126,7 +126,7 @@ def bytes_in(text: str, least: int = 1) -> int:
     """Parses a size such as 24GB, 512MiB or 1000000 to bytes. Raises `ValueError`, which begins with the text.
 
     Args:
-        least: 1, or 0 if nothing is a size as well.
+        least: 1, or 0 if a size of zero is allowed.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].lower() not in UNITS:

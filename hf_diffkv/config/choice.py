@@ -29,12 +29,12 @@ def choose(
     """Chooses the fields of a model's configuration.
 
     Args:
-        model: loaded model, whose heads may have been measured; else the same as `model_config`.
+        model: loaded model, whose heads may have been measured; otherwise the same as `model_config`.
         model_config: the model's configuration, name or folder.
-        preset: name of a preset, which stands for a ratio if heads were measured.
-        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, or None.
+        preset: name of a preset, which stands for a ratio if heads have been measured.
+        target_ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype, or None.
         given: fields that the user sets.
-        check: raises `ValueError` for wrong fields of a file.
+        check: function that raises `ValueError` for invalid fields in a file.
 
     Raises:
         ValueError: the preset does not exist, a preset and a ratio are both given, or the ratio cannot be met.
@@ -71,7 +71,7 @@ def _of_latents(
     given: Mapping[str, Any],
     saved: Choice | None,
 ) -> Choice:
-    """Chooses for a model that caches latents: measured rows decide only where a ratio is asked for."""
+    """Chooses for a model that caches latents, where measured rows count only for a given ratio."""
     if target_ratio is None:
         return latent_fields(LATENT_PRESETS[preset or DEFAULT_PRESET]), None
     ratio, calibration = as_ratio("target_ratio", target_ratio), _measured(model, saved)
@@ -79,14 +79,14 @@ def _of_latents(
 
 
 def _within(ratio: float, calibration: dict[str, Any], given: Mapping[str, Any]) -> Choice:
-    """Returns the precisions of least predicted loss within a ratio."""
+    """Returns the precisions of lowest predicted loss within a ratio."""
     budget = given.get("max_bytes") is not None and given.get("until_full", AUTO) is not None
     fields, calibration = fields_for(calibration, ratio, until_full=budget)
     return {**MEASURED_FIELDS, **fields}, calibration
 
 
 def _saved(model: Any, check: Callable[[dict[str, Any]], Any]) -> Choice | None:
-    """Reads the configuration beside a model. A complaint names the file, of which the user may not know."""
+    """Reads the configuration saved with a model. Errors name the file, which the user may not know about."""
     path = lookup.beside(model)
     if path is None:
         return None

@@ -44,58 +44,58 @@ ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
 class DiffKVConfig:
     """Configuration of a `DiffKVCache` (algorithm: DiffKV, SOSP 2025, sections 4 and 5).
 
-    With N tokens seen, a token whose mean received attention is at least `alpha_high / N` is stored at `high`. From
-    `alpha_low / N` on it is stored at `low`, and below that it is pruned.
+    After N tokens, a token is stored at `high` if the mean attention it has received is at least `alpha_high / N`, at
+    `low` if it is at least `alpha_low / N`, and otherwise pruned.
 
     The defaults depend on whether any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy` and
-    `policy_options` is given. If none is, they are those of the preset "balanced", which `DiffKVCache(model)` takes
-    too: K5V4 for all tokens, `window` 32, `adaptive_rounding`, `metadata_bits` 16. If one is, they are those of the
-    signature: two levels, K8V4 and K4V2, and a `window` of 64. `paper` makes the paper's configuration.
+    `policy_options` is given. If none is, they come from the preset "balanced", the fallback of `DiffKVCache(model)`:
+    K5V4 for all tokens, a `window` of 32, `adaptive_rounding`, 16 `metadata_bits`. Otherwise those in the signature
+    apply: two levels, K8V4 and K4V2, and a `window` of 64. `paper` returns the paper's configuration.
 
     Args:
-        high: precision of tokens of high significance: a `Precision` or its name, for example "K8V4".
-        low: precision of tokens of low significance, which may not need more bits than `high`.
-        alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
-        alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
-        head_precisions: for each compressed layer the precision of each KV head, which all its tokens have, with at
-            most two precisions per layer. An entry None applies `high`, `low` and thresholds in that layer. None
-            applies them in every layer. `with_ratio` chooses this field.
+        high: precision of tokens with high significance: a `Precision` or its name, for example "K8V4".
+        low: precision of tokens with low significance; must not need more bits than `high`.
+        alpha_high: threshold for the high level: one number, one per compressed layer, or one per layer and KV head.
+        alpha_low: threshold for the low level, in the same forms, nowhere above `alpha_high`; 0 disables pruning.
+        head_precisions: precision of each KV head in each compressed layer, used for all of the head's tokens, with at
+            most two precisions per layer. A None entry applies `high`, `low` and the thresholds in that layer; None
+            applies them in every layer. `with_ratio` sets this field.
         window: number of newest tokens of each request kept uncompressed in the model's dtype; at least 1.
         sinks: number of first tokens of each request that are also kept uncompressed and never pruned.
         policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
-            apply to `"diffkv"` only.
+            apply only to `"diffkv"`.
         policy_options: options of the policy by name.
-        observation_window: number of a prompt's last queries that add to significance; None takes all. It is unused if
-            no level depends on significance (`selects`).
-        rotate: whether keys and values are stored rotated by a Hadamard matrix with random signs. This spreads large
-            channels over all, so that fewer bits suffice. It costs no memory, and two small products per layer and
-            step.
-        center: whether the mean key of a request and KV head is subtracted from its stored keys. Layers with attention
-            sinks or a softcap are not centred.
-        adaptive_rounding: whether keys of up to 6 bits are rounded for the least change of logits instead of to the
-            nearest code (`ops/rounding`). Keys of a forward of several tokens are rounded for its queries, generated
-            keys for the model's measured query moments, if there are any. It costs no memory.
-        metadata_bits: 32 or 16: bits each of a quantisation group's scale and zero point, and of a stored token's
-            significance and position. With 16, scales have 5 bits of mantissa and significance is rounded randomly.
-            Tokens have neither significance nor position if no level depends on significance (`selects`).
-        page_bytes: maximum size of a unified page in bytes; None chooses the best filled size near 6 KiB.
-        max_bytes: byte budget per device, as a number, a size such as "3GB", or a share such as "80%" of the memory
-            that is free when a cache stores its first tokens; None is unlimited.
-        until_full: precision of all tokens until `max_bytes` is full. From then on whole heads of a request are lowered
-            to their final precision, the least harmful ones first; when all are, a `MemoryError` ends the generation.
-            "auto" takes K8V8 if no level depends on significance and some head ends at fewer bits, else None; heads
-            go from K8V8 by K6V5 to a final precision of at most K5V4, and by K4V4 to fewer bits. If a precision is
-            named, heads go to their final one at once, and a layer whose heads have two final precisions begins with
-            the higher one. None raises thresholds instead, and prunes tokens.
+        observation_window: number of a prompt's final queries that count towards significance; None counts all. Unused
+            if no level depends on significance (`selects`).
+        rotate: whether keys and values are rotated by a Hadamard matrix with random signs before they are stored. This
+            spreads large channels over all, so that fewer bits suffice. It costs two small products per layer and step,
+            but no memory.
+        center: whether the mean key of each request and KV head is subtracted from its stored keys. Layers with
+            attention sinks or a softcap are not centred.
+        adaptive_rounding: whether keys of up to 6 bits are rounded for the least change in logits rather than to the
+            nearest code (`ops/rounding`): keys of a prompt for its queries, generated keys for the model's query
+            moments, if measured. It costs no memory, except under a budget without measured moments.
+        metadata_bits: 32 or 16: bits of a quantisation group's scale and zero point together, and of a stored token's
+            significance and of its position. With 16, scales have a 5-bit mantissa and significance is rounded
+            randomly. Neither significance nor position is stored if no level depends on significance (`selects`).
+        page_bytes: maximum size of a unified page in bytes; None chooses the size near 6 KiB that wastes least.
+        max_bytes: byte budget per device: a number, a size such as "3GB", or a share such as "80%" of the memory that
+            is free when a cache stores its first tokens; None means no limit.
+        until_full: precision of all tokens until `max_bytes` is full. After that, whole heads of a request are lowered
+            to their final precision, least harmful first; once all are lowered, a `MemoryError` ends generation. "auto"
+            is K8V8 if no level depends on significance and some head ends at fewer bits, else None; heads go from K8V8
+            via K6V5 to a final precision of at most K5V4, and via K4V4 to fewer bits. If a precision is named, heads go
+            straight to their final one, and a layer whose heads have two final precisions starts at the higher one.
+            None raises thresholds and prunes tokens instead.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it. With a
-            `compile_config` of `generate()` the forward is compiled first.
+            `compile_config`, the forward is compiled first.
 
     Raises:
-        ValueError: a value is outside its range, thresholds are out of order, or a field does not exist. The message
-            names the argument.
+        ValueError: a value is out of range, thresholds are out of order, or a field does not exist. The message names
+            the argument.
     """
 
-    # defaults if levels are given; else those of the default preset replace them (`__post_init__`)
+    # defaults if levels are given; otherwise the default preset's replace them (`__post_init__`)
     high: Precision = Precision(8, 4)
     low: Precision = Precision(4, 2)
     alpha_high: Threshold = 1.0
@@ -116,7 +116,7 @@ class DiffKVConfig:
     cuda_graphs: bool = True
 
     if TYPE_CHECKING:
-        # types that are accepted; the fields above have the types after conversion
+        # accepted types; the fields above have the types after conversion
         def __init__(
             self,
             high: Precision | str = ...,
@@ -141,10 +141,10 @@ class DiffKVConfig:
     else:
 
         def __new__(cls, *args, **kwargs):
-            # suggests the field that may have been meant, which the dataclass's constructor does not
+            # suggests the field that was probably meant, which the dataclass's constructor does not
             cls._check_names(kwargs)
             made = super().__new__(cls)
-            # names are kept, as a given value may equal the default; copying and unpickling give none
+            # keeps the names, as a given value may equal the default; copying and unpickling pass none
             if args or kwargs:
                 names = [field.name for field in dataclasses.fields(cls)]
                 vars(made)[_GIVEN_ATTRIBUTE] = {*names[: len(args)], *kwargs}
@@ -187,11 +187,11 @@ class DiffKVConfig:
     def selects(self) -> bool:
         """Whether a token's level depends on its significance.
 
-        False if all tokens of a head get one precision whatever attention they receive. Then the policy is "diffkv",
-        and there is no `max_bytes` or tokens are `precise` until it is full. Besides, either `head_precisions` covers
-        all layers and heads; or `alpha_low` is 0 everywhere, and `alpha_high` is 0 or infinite everywhere or both
-        precisions are equal. Such layers store neither significance nor positions and do no work for them, even if
-        other layers of the cache do (`of_layer`).
+        False if all tokens of a head get the same precision regardless of the attention they receive. This requires the
+        policy "diffkv" and either no `max_bytes` or tokens that are `precise` until it is full. It also requires
+        `head_precisions` for all layers and heads, or an `alpha_low` of 0 everywhere and, unless both precisions are
+        equal, an `alpha_high` of 0 or infinity. Such layers store neither significance nor positions and spend no work
+        on them, even if other layers of the cache do (`of_layer`).
         """
         if self.policy != "diffkv" or (self.max_bytes is not None and self.precise is None):
             return True
@@ -202,11 +202,11 @@ class DiffKVConfig:
 
     @property
     def precise(self) -> Precision | None:
-        """Precision of all tokens until `max_bytes` is full; None without a budget, or if tokens are chosen for it."""
+        """Precision of all tokens until `max_bytes` is full; None without a budget, or if tokens are chosen to fit."""
         return None if self.max_bytes is None else precise_of(self)
 
     def check_layers(self, count: int) -> None:
-        """Raises `ValueError` if thresholds or precisions are given for another number of compressed layers."""
+        """Raises `ValueError` if thresholds or precisions are given for a different number of compressed layers."""
         for name in ("alpha_high", "alpha_low", "head_precisions"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != count:
@@ -220,17 +220,17 @@ class DiffKVConfig:
         """Returns the configuration of one compressed layer.
 
         Returns:
-            A configuration without `head_precisions`, with thresholds as one number or one per KV head. If heads have
-            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, all begin
-            at `until_full` and go through `precisions_in_turn`; heads with an infinite `alpha_high` end at `low`, the
-            others at `high`.
+            A configuration without `head_precisions`, whose thresholds are one number or one per KV head. If heads have
+            precisions, `alpha_high` is 0 for heads at `high` and infinite for heads at `low`. With `precise`, all heads
+            start at `until_full` and step through `precisions_in_turn`; those with an infinite `alpha_high` end at
+            `low`, the others at `high`.
         """
         if self.precise is not None:
             rungs = dict(vars(rungs_of(self, index)))
             first = rungs.pop("first")
             return dataclasses.replace(self, head_precisions=None, alpha_low=0.0, until_full=first, **rungs)
         if self.max_bytes is not None and self.until_full is not None:
-            # what holds for all layers is decided by the whole
+            # what applies to all layers is decided by the whole configuration
             return dataclasses.replace(self, until_full=None).of_layer(index)
         chosen = None if self.head_precisions is None else self.head_precisions[index]
         if chosen is None:
@@ -245,7 +245,7 @@ class DiffKVConfig:
         return dataclasses.replace(self, head_precisions=None, **fields)
 
     def _pair(self, chosen: tuple[Precision, ...]) -> tuple[Precision, Precision]:
-        """Returns low and high precision of a layer; a layer with one precision joins the first pair with it."""
+        """Returns a layer's low and high precision; a layer with a single one joins the first pair that has it."""
         layers = (set(layer) for layer in self.head_precisions or () if layer is not None)
         pairs = [layer for layer in layers if len(layer) == 2]
         mine = {*chosen}
@@ -267,17 +267,17 @@ class DiffKVConfig:
 
     @classmethod
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
-        """Makes a configuration that stores all tokens exactly in the model's dtype and prunes none."""
+        """Returns a configuration that stores all tokens exactly, in the model's dtype, and prunes none."""
         return cls.paper(**{**one_level(Precision(16, 16)), **kwargs})
 
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
-        """Makes the paper's configuration, without later additions: no sinks, rotation or centring."""
+        """Returns the paper's configuration, without later additions such as sinks, rotation or centring."""
         return cls(**{**SAFE, "rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
     def preset(cls, name: str, **kwargs: Any) -> DiffKVConfig:
-        """Makes the configuration of a preset, a measured trade-off of memory and quality (docs/quality.md).
+        """Returns the configuration of a preset, a measured trade-off between memory and quality (docs/quality.md).
 
         Args:
             name: "quality", "balanced" or "small", from most to least memory.
@@ -300,18 +300,18 @@ class DiffKVConfig:
     ) -> DiffKVConfig:
         """Chooses the configuration that suits a model.
 
-        In this order, it is the configuration saved with the model's files, a precision for each head if heads were
-        measured, the published settings for models of the papers, or `preset("balanced")`.
+        The first of these that exists is used: the configuration saved with the model's files, a precision for each
+        head if measured, the settings that the papers publish for it, or `preset("balanced")`.
 
-        Measurements of heads are found by the weights of a loaded model, in the user's cache folder or among the
-        shipped ones (docs/calibration.md). If `kwargs` set levels (precisions, thresholds, a policy), other fields are
-        the paper's: two levels and thresholds that never prune.
+        Head measurements are looked up by the weights of a loaded model, in the user's cache folder and among the
+        shipped ones (docs/calibration.md). If `kwargs` set levels (precisions, thresholds, a policy), the other level
+        fields are the papers', by default two levels and thresholds that never prune.
 
         Args:
             model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
-            preset: name of a preset to use instead; with measured heads it stands for a ratio.
-            target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, instead of a
-                preset. It chooses the best precision for each measured head, else the best one for all heads
+            preset: name of a preset to use instead; for measured heads, it stands for a ratio.
+            target_ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype, instead of a
+                preset. It selects the best precision for each measured head, or else the best one for all heads
                 (`presets.LADDER`), and needs the model or its configuration.
             **kwargs: fields that override the choice.
 
@@ -325,14 +325,13 @@ class DiffKVConfig:
         return with_calibration(cls(**{**chosen, **kwargs}), calibration)
 
     def with_ratio(self, target_ratio: float) -> DiffKVConfig:
-        """Returns a copy with the `head_precisions` of least predicted loss within a ratio, without measuring.
+        """Returns a copy with the `head_precisions` of lowest predicted loss within a ratio, without measuring.
 
-        They follow from the losses that `hf-diffkv calibrate --ratio` measured for each head and that `calibration`
-        holds.
+        They are derived from each head's loss as measured by `hf-diffkv calibrate --ratio` and kept in `calibration`.
 
         Args:
-            target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
-                included.
+            target_ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype, not counting
+                windows.
 
         Raises:
             ValueError: the configuration has no such measurements, or the ratio cannot be met.
@@ -345,9 +344,9 @@ class DiffKVConfig:
 
     @property
     def calibration(self) -> dict[str, Any] | None:
-        """Measurements by which `hf-diffkv calibrate` chose the configuration (docs/calibration.md), or None.
+        """Measurements from which `hf-diffkv calibrate` chose the configuration (docs/calibration.md), or None.
 
-        It is not a field: comparisons ignore it, and a changed copy does not have it.
+        It is not a field, so comparisons ignore it and modified copies do not have it.
         """
         return vars(self).get(_CALIBRATION_ATTRIBUTE)
 
@@ -355,8 +354,9 @@ class DiffKVConfig:
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
         """Builds a configuration from plain values. Raises `ValueError` for unknown keys.
 
-        Missing keys get their defaults. But if `values` comes from `to_dict` of an earlier release with fewer fields,
-        the missing ones get that release's behaviour: `rotate` and `center` False, `sinks` 0, `metadata_bits` 32.
+        Missing keys take their defaults. If `values` comes from `to_dict` of an earlier release with fewer fields,
+        however, the missing ones reproduce that release's behaviour: `rotate` and `center` False, `sinks` 0,
+        `metadata_bits` 32.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"values is a {type(values).__name__}; it must be a dict of DiffKVConfig's fields.")
@@ -382,7 +382,7 @@ class DiffKVConfig:
             raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON, without fields that change nothing, so that earlier releases can read them."""
+        """Returns plain values for JSON, omitting fields that change nothing so that earlier releases can read them."""
         values = dataclasses.asdict(self)
         if isinstance(self.until_full, Precision):
             values["until_full"] = self.until_full.full_name
@@ -410,16 +410,16 @@ class DiffKVConfig:
     def save_pretrained(
         self, save_directory: str | os.PathLike, *, push_to_hub: bool = False, repo_id: str | None = None, **kwargs: Any
     ) -> None:
-        """Writes `diffkv_config.json` into `save_directory`, which is made if missing.
+        """Writes `diffkv_config.json` into `save_directory`, which is created if missing.
 
         Args:
             save_directory: folder to write to.
-            push_to_hub: whether to also upload it, with the folder's `diffkv_queries.safetensors` if there is one.
-            repo_id: repository to upload to; None takes the folder's name.
-            **kwargs: keyword arguments of `push_to_hub`.
+            push_to_hub: whether to upload it too, with the folder's `diffkv_queries.safetensors` if there is one.
+            repo_id: repository to upload to; None uses the folder's name.
+            **kwargs: keyword arguments for `push_to_hub`.
 
         Raises:
-            OSError: the folder cannot be written, or `push_to_hub` failed.
+            OSError: the folder is not writable, or `push_to_hub` failed.
             ValueError: `save_directory` is not a folder, or there are `kwargs` without `push_to_hub=True`.
         """
         if kwargs and not push_to_hub:
@@ -433,17 +433,17 @@ class DiffKVConfig:
             hub.push(text, repo_id or folder.resolve().name, queries=beside, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads `diffkv_config.json` to a repository of the Hub, which is made if missing.
+        """Uploads `diffkv_config.json` to a Hub repository, which is created if missing.
 
         Args:
-            repo_id: "owner/name"; the repository of the model's files is a good place.
+            repo_id: "owner/name"; the model's own repository is a good choice.
             **kwargs: revision, token, private, create_pr, commit_message, as in Transformers.
 
         Returns:
             The Hub's `CommitInfo`.
 
         Raises:
-            OSError: the Hub cannot be reached or refuses; the message gives a remedy.
+            OSError: the Hub cannot be reached or refuses the upload; the message suggests a remedy.
         """
         return hub.push(config_files.to_text(self.to_dict(), self.calibration), repo_id, **kwargs)
 
@@ -452,16 +452,16 @@ class DiffKVConfig:
         """Reads a configuration that `save_pretrained` or `push_to_hub` wrote.
 
         Args:
-            name: folder, or "owner/name" of a repository of the Hub.
+            name: folder, or "owner/name" of a Hub repository.
             **kwargs: options for the Hub: revision, token, cache_dir, local_files_only, as in Transformers.
 
         Raises:
             FileNotFoundError: the file, folder or repository does not exist.
-            OSError: the repository may not be read, the Hub cannot be reached, or its cache cannot be written.
+            OSError: access to the repository is denied, the Hub cannot be reached, or its cache is not writable.
             ValueError: the file is not a configuration.
         """
         config_files.as_folder("name", name)
-        # as it was given: an id on the Hub keeps its slash everywhere
+        # not through Path, as a Hub id keeps its slash on every platform
         repo = os.fspath(name)
         preset = None if "/" in repo or os.path.isdir(repo) else close_preset(repo)
         if preset is not None:
@@ -477,7 +477,7 @@ class DiffKVConfig:
 
 
 def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -> DiffKVConfig:
-    """Sets the calibration of a newly made `config` and returns it."""
+    """Sets the calibration of a newly created `config` and returns it."""
     object.__setattr__(config, _CALIBRATION_ATTRIBUTE, calibration)
     return config
 

@@ -1,4 +1,4 @@
-"""Text of configuration files, and releases' differences in it."""
+"""Text of configuration files, and how it differs between releases."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-# key of the measurements by which a configuration was chosen
+# key of the measurements from which a configuration was chosen
 CALIBRATION = "calibration"
 # fields that `to_dict` of every release wrote
 FIRST_FIELDS = {
     *("high", "low", "alpha_high", "alpha_low", "window", "policy", "observation_window"),
     *("page_bytes", "max_bytes"),
 }
-# fields that early releases did not have, and their behaviour; other new fields have defaults that change nothing
+# fields that early releases lacked, with values for their behaviour; defaults of other new fields change nothing
 ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32}
 
 
-# removed fields: the value that changed nothing, and the remedy for any other value
+# removed fields: the value that had no effect, and the remedy for any other value
 REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
     "compaction_interval": (1, "every step compacts"),
     "pin": (None, "sinks=N keeps the first N tokens as they are"),
@@ -34,9 +34,9 @@ def to_text(fields: dict[str, Any], calibration: dict[str, Any] | None) -> str:
 
 
 def from_text(text: str | bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Parses a text of `to_text` to fields and calibration. Raises `ValueError` for another text.
+    """Parses the output of `to_text` into fields and calibration. Raises `ValueError` for other text.
 
-    Bytes may begin with a byte order mark, which Windows' editors may write.
+    Bytes may begin with a byte order mark, which some Windows editors write.
     """
     values = json.loads(text)
     if not isinstance(values, dict):
@@ -48,15 +48,15 @@ def from_text(text: str | bytes) -> tuple[dict[str, Any], dict[str, Any] | None]
 
 
 def as_written(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a file with `until_full`, None if `max_bytes` came from a release that pruned for it."""
+    """Returns a file's fields with `until_full`, None if `max_bytes` comes from a release that pruned for it."""
     return fields if fields.get("max_bytes") is None else {"until_full": None, **fields}
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts the fields that `to_dict` of any release gave to those of this release.
+    """Converts the fields returned by any release's `to_dict` to those of this release.
 
-    Fields that the other release did not have get the values of its behaviour. Removed fields are dropped if they
-    changed nothing; others stay and are refused later (`removed_field`).
+    Fields that the other release lacked get values that match its behaviour. Removed fields are dropped if they had no
+    effect; others stay and are rejected later (`removed_field`).
     """
     if set(values) >= FIRST_FIELDS:
         values = {**ADDED_FIELDS, **values}
@@ -64,7 +64,7 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def removed_field(names: Collection[str]) -> str | None:
-    """Returns the complaint about the first removed field among `names`, or None."""
+    """Returns the error message for the first removed field among `names`, or None."""
     name = next((name for name in sorted(names) if name in REMOVED_FIELDS), None)
     return None if name is None else f"{name} was removed: {REMOVED_FIELDS[name][1]}; leave {name} out."
 
@@ -81,7 +81,7 @@ def as_folder(name: str, given: Any) -> Path:
 
 
 def new_folder(save_directory: str | os.PathLike) -> Path:
-    """Returns a folder to save into, which is made if missing. Raises `ValueError` if it cannot be a folder."""
+    """Returns a folder to save into, which is created if missing. Raises `ValueError` if it cannot be a folder."""
     folder = as_folder("save_directory", save_directory)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"save_directory={str(folder)!r} is a file; name a folder, it is made if missing.")

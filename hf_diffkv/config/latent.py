@@ -1,7 +1,7 @@
 """Configurations of models that cache latents (multi-head latent attention; docs/latent.md).
 
 Each layer has one row: the rotary key of all heads, and the latent. The rotary key is an eighth of the elements or less
-and always has 8 bits or more. No large trained model of this kind was measured, so nothing goes below 8 bits by itself.
+and always has 8 bits or more. No large trained one has been measured, so nothing goes below 8 bits by default.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..precision import Precision
 from .presets import head_size, one_level
 
 LEAST_KEY_BITS = 8
-# precision of the latents for the name of a preset
+# precision of the latents by preset name
 LATENT_PRESETS = {"quality": "K8V8", "balanced": "K8V8", "small": "K8V6"}
-# levels of which the user gives only some
+# levels if the user gives only some of them
 LATENT_LEVELS: dict[str, Any] = {
     "high": Precision(8, 8),
     "low": Precision(8, 4),
@@ -46,7 +46,7 @@ def latent_fields(name: str) -> dict[str, Any]:
 
 
 def levels_beside(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config fields beside the levels that the user gives; `high` alone is the precision of all tokens."""
+    """Returns the config fields for levels that the user does not give; `high` alone applies to all tokens."""
     if "high" in given and "low" not in given:
         return {"low": given["high"], "alpha_high": 0.0, "alpha_low": 0.0}
     return dict(LATENT_LEVELS)
@@ -54,7 +54,7 @@ def levels_beside(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def latent_ratio(name: str, model_config: Any) -> float:
     """Returns the bytes of a token at the precision `name` over its bytes in the model's dtype."""
-    # imported here, as the page format is needed for this alone
+    # imported here, as only this needs the page format
     from ..pages.layout import uniform_token_bytes
 
     dims, element_bytes = latent_dims(model_config) or (0, 0), head_size(model_config)[1]
@@ -80,7 +80,7 @@ def latent_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
 def check_precisions(config: Any) -> None:
     """Raises `ValueError` if a `DiffKVConfig` stores rotary keys in less than 8 bits."""
     layers = config.head_precisions or ()
-    # a layer whose heads have precisions stores no token at these
+    # layers whose heads have precisions store no tokens at these
     used = [("high", config.high), ("low", config.low)] if not layers or None in layers else []
     used += [("head_precisions", each) for layer in layers for each in layer or () if each is not None]
     used += [("until_full", config.until_full)] if isinstance(config.until_full, Precision) else []

@@ -15,7 +15,7 @@ def layer_configs(config: DiffKVConfig, num_layers: int) -> tuple[DiffKVConfig, 
 
 
 def same_pages(one: DiffKVConfig, other: DiffKVConfig) -> bool:
-    """Returns whether layers with these configurations (`DiffKVConfig.of_layer`) may be in one store."""
+    """Returns whether layers with these configurations (`DiffKVConfig.of_layer`) can share a store."""
     return (one.high, one.low, one.selects) == (other.high, other.low, other.selects)
 
 

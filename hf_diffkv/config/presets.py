@@ -20,7 +20,7 @@ CALIBRATED: dict[str, tuple[float, float]] = {
     r"qwq-32b(-preview)?": (0.0, 3.0),
 }
 SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
-# preset of models without published thresholds, if none of these fields is given
+# preset for models without published thresholds, if none of these fields is given
 DEFAULT_PRESET = "balanced"
 LEVEL_FIELDS = {
     *("high", "low", "alpha_high", "alpha_low", "head_precisions"),
@@ -41,7 +41,7 @@ def _uniform(name: str, **fields: Any) -> dict[str, Any]:
     return {**one_level(Precision.parse(name)), "adaptive_rounding": True, "metadata_bits": 16, **fields}
 
 
-# one precision for all tokens: on small models this beats two precisions of the same bytes (docs/quality.md)
+# one precision for all tokens: on small models this beats two precisions at the same size (docs/quality.md)
 PRESETS: dict[str, dict[str, Any]] = {
     "quality": _uniform("K8V4"),
     "balanced": _uniform("K5V4", window=32),
@@ -49,10 +49,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# bytes of stored tokens over those in the model's dtype, for models whose heads were measured
+# bytes of stored tokens over their bytes in the model's dtype, for models with measured heads
 RATIOS = {"quality": 0.27, "balanced": 0.235, "small": 0.2025}
 
-# from the best to the smallest (docs/quality.md has the figures)
+# from best to smallest (figures in docs/quality.md)
 LADDER = ("K8V8", "K8V4", "K6V4", "K5V4", "K4V4g2/1", "K4V4", "K4V3g2/1", "K4V3", "K4V2")
 
 
@@ -60,8 +60,8 @@ def preset_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
     """Returns config fields that store every token at the best precision of `LADDER` within a ratio.
 
     Args:
-        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; the window is not
-            included.
+        target_ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype, not counting the
+            window.
         model_config: Transformers configuration, for the size of a head and of an element.
 
     Raises:
@@ -83,7 +83,7 @@ def preset_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
 
 
 def head_size(model_config: Any) -> tuple[int, int]:
-    """Returns the elements of a head and the bytes of an element. Raises `ValueError` for what is no configuration."""
+    """Returns the elements of a head and the bytes of an element. Raises `ValueError` for other objects."""
     if not hasattr(model_config, "get_text_config"):
         raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
     text_config = model_config.get_text_config(decoder=True)
@@ -92,7 +92,7 @@ def head_size(model_config: Any) -> tuple[int, int]:
 
 
 def preset_named(name: str) -> dict[str, Any]:
-    """Returns the config fields of one of `PRESETS`. Raises `ValueError` for another name."""
+    """Returns the config fields of one of `PRESETS`. Raises `ValueError` for other names."""
     if not isinstance(name, str) or name not in PRESETS:
         close = close_preset(name)
         hint = f"did you mean {close!r}? Choose" if close else "choose"
@@ -110,11 +110,11 @@ def close_preset(name: Any) -> str | None:
 
 
 def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the config fields for a model: published ones, else a preset or thresholds that never prune.
+    """Returns the config fields for a model: published ones, or else a preset or thresholds that never prune.
 
     Args:
         model_config: Transformers configuration, or the name or folder of a model.
-        given: names of the fields that the user sets; with one of `LEVEL_FIELDS` no preset is taken.
+        given: names of the fields that the user sets; if one is in `LEVEL_FIELDS`, no preset is used.
 
     Raises:
         ValueError: `model_config` is neither a configuration nor a possible name of a model.
@@ -135,7 +135,7 @@ def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]
 
 
 def published(name: str) -> dict[str, Any] | None:
-    """Returns the config fields that the papers give for a model or its family, or None."""
+    """Returns the config fields that the papers publish for a model or its family, or None."""
     name = name.lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
     grouped = GROUPED_PRECISIONS if GROUPED.match(name) else {}
     for pattern, (alpha_low, alpha_high) in CALIBRATED.items():

@@ -14,14 +14,14 @@ from .checks import HeadPrecisions, Threshold, paired, payload_bits
 AUTO = "auto"
 # 8 bits are as good as exact, and quantising them again adds at most 1.5 % to the squared error of 5 bits
 PRECISE = Precision(8, 8)
-# by which tokens go from K8V8 to fewer bits, so that a load between has heads between (docs/notes/quality-studies.md)
+# steps from K8V8 to fewer bits, so that intermediate loads have intermediate precisions (docs/notes/quality-studies.md)
 MIDDLES = (Precision(6, 5), Precision(4, 4))
-# final precisions of a layer's heads; one if all heads have the same
+# final precisions of a layer's heads; only one if they share it
 Finals = tuple[Precision, ...]
 
 
 class BudgetFields(Protocol):
-    """Fields of a configuration (`DiffKVConfig`) that determine precisions, and its budget."""
+    """Fields of a configuration (`DiffKVConfig`) that determine its precisions and budget."""
 
     @property
     def policy(self) -> str: ...
@@ -47,8 +47,8 @@ class Rungs:
 
     Attributes:
         high: last precision before `low`, and the final one of heads that never get `low`.
-        low: final precision of the other heads; if there are none, that of other layers with the same `high`.
-        alpha_high: infinite for heads that end at `low`, 0 for others; a number for all heads, or one for each.
+        low: final precision of the other heads; if there are none, taken from other layers with the same `high`.
+        alpha_high: infinite for heads that end at `low`, 0 for the others; one number for all heads, or one per head.
     """
 
     first: Precision
@@ -63,12 +63,12 @@ def as_until_full(value: Any) -> Precision | str | None:
 
 
 def smaller_first(precisions: Iterable[Precision]) -> list[Precision]:
-    """Sorts precisions by rising bits."""
+    """Sorts precisions by increasing number of bits."""
     return sorted(precisions, key=lambda precision: (payload_bits(precision), dataclasses.astuple(precision)))
 
 
 def joined_names(precisions: Iterable[Precision]) -> str:
-    """Returns the names of different precisions, from most to fewest bits."""
+    """Returns the names of the distinct precisions, from most to fewest bits."""
     return "/".join(precision.full_name for precision in reversed(smaller_first(set(precisions))))
 
 
@@ -94,9 +94,9 @@ def _finals_of(config: BudgetFields, index: int) -> Finals | None:
 
 
 def _first_of(config: BudgetFields, finals: Finals) -> Precision:
-    """Returns the precision that a layer's tokens have at first: K8V8, or what `until_full` names.
+    """Returns the precision that a layer's tokens start with: K8V8, or the one that `until_full` names.
 
-    If it names one, layers with two final precisions begin with the higher one of these.
+    If it names one, layers with two final precisions start at the higher of them.
     """
     highest = smaller_first(set(finals))[-1]
     if not isinstance(config.until_full, Precision):
@@ -122,7 +122,7 @@ def check_until_full(config: BudgetFields) -> None:
     for finals in layers:
         first = _first_of(config, finals)
         if first == precise or len(finals) > 1 and precise == PRECISE:
-            # K8V8 by name leaves it at the higher one, as "auto" does
+            # naming K8V8 keeps the higher one, as "auto" does
             continue
         if len(finals) > 1:
             raise ValueError(
@@ -138,7 +138,7 @@ def check_until_full(config: BudgetFields) -> None:
 def precise_of(config: BudgetFields) -> Precision | None:
     """Returns the precision of tokens until `max_bytes` is full; None if tokens are chosen to stay within it.
 
-    Layers whose heads have two final precisions begin with the higher one instead if `until_full` names a precision.
+    If `until_full` names a precision, layers whose heads have two final precisions start at the higher one instead.
     """
     if config.max_bytes is None or config.until_full is None:
         return None
@@ -149,7 +149,7 @@ def precise_of(config: BudgetFields) -> Precision | None:
 
 
 def rungs_of(config: BudgetFields, index: int) -> Rungs:
-    """Returns the rungs of one compressed layer; the configuration must have a `precise_of`."""
+    """Returns the rungs of one compressed layer; `precise_of` must not be None."""
     layers = final_precisions(config) or ()
     own = _own_rungs(config, layers[index if len(layers) > 1 else 0])
     if own.low != own.high:
@@ -179,7 +179,7 @@ def precisions_in_turn(config: BudgetFields) -> tuple[Precision, ...]:
 
 
 def _between(first: Precision, last: Precision) -> tuple[Precision, ...]:
-    """Returns those of `MIDDLES` by which tokens go from `first` to `last`."""
+    """Returns the entries of `MIDDLES` through which tokens go from `first` to `last`."""
     precise, few = MIDDLES
     if not (last.k_bits < precise.k_bits < first.k_bits and last.v_bits < precise.v_bits):
         return ()

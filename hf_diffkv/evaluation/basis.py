@@ -1,7 +1,7 @@
-"""Basis of a record: everything that determines its figures besides the names of method, task and document.
+"""Basis of a record: everything besides the names of method, task and document that determines its figures.
 
-A run reuses a record only if both have the same basis. After `hf-diffkv calibrate`, with other weights or after an
-update, the same names stand for other figures.
+A run reuses a record only if both have the same basis. After `hf-diffkv calibrate` or an update, or with other weights,
+the same names stand for other figures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .records import Record
 def bases_of(model: Any, methods: Iterable[Method]) -> dict[str, dict[str, Any]]:
     """Returns the basis of each method's records with a loaded model, by the method's label, ready for JSON.
 
-    Entries are `code` (this library's version), `weights` (a digest; None if weights cannot be read), `dtype`, `device`
+    Entries are `code` (this library's version), `weights` (a digest; None if they cannot be read), `dtype`, `device`
     (its type), `packages` (versions), and the entries of `Method.decided_by`.
     """
     of_model = {
@@ -42,5 +42,5 @@ def _of_method(method: Method, model: Any) -> dict[str, Any]:
     try:
         return {"packages": packages, **method.decided_by(model)}
     except (ValueError, OSError, NotImplementedError) as error:
-        # the method's records say that it cannot be used
+        # the method's records will say that it cannot be used
         return {"packages": packages, "refused": one_line(error)}

@@ -9,18 +9,18 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-# positions compared at once: a vocabulary of 256k takes 1 MB per position
+# positions compared at once; with a vocabulary of 256k, a position takes 1 MB
 CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of the tokens that two runs generated.
+    """Agreement between the tokens that two runs generated.
 
     Attributes:
         tokens: number of positions.
         until_difference: number of equal tokens before the first difference.
-        equal: number of positions with equal tokens.
+        equal: number of positions with the same token.
     """
 
     tokens: int
@@ -29,16 +29,16 @@ class Agreement:
 
     @classmethod
     def of(cls, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> Agreement:
-        """Compares the token ids of every turn; the additional tokens of a longer turn count as different."""
+        """Compares the token ids of each turn; extra tokens of a longer turn count as different."""
         same = [a == b for turns in zip(first, second) for a, b in zip_longest(*turns)]
         return cls(len(same), same.index(False) if False in same else len(same), sum(same))
 
 
 def compare_logits(logits: Tensor, reference: Tensor, ids: Sequence[int]) -> dict[str, tuple[float, float]]:
-    """Returns, by metric, the sum over positions and their number.
+    """Returns the sum over positions and their number, by metric.
 
     Args:
-        logits, reference: logits of the method and of the dense cache, [positions, vocabulary], any float dtype.
+        logits, reference: logits of the method and of the dense cache, [positions, vocabulary], of any float dtype.
         ids: token ids that follow the positions.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Describes the environment of a measurement: versions, commit, hardware. Importing it needs Python alone."""
+"""Describes the environment of a measurement: versions, commit, hardware. Importing it needs only Python."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Returns the commit of the package's checkout, with `+` if files differ from it; None outside a checkout."""
+    """Returns the commit of the package's checkout, with `+` if files have changed; None outside a checkout."""
     folder = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
@@ -70,7 +70,7 @@ def processor() -> str:
 
 
 def cores() -> str:
-    """Returns the number of CPU cores, and how many of them this process may use if it may not use all."""
+    """Returns the number of CPU cores and, if this process may not use them all, how many it may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return str(usable) if usable == os.cpu_count() else f"{usable} of {os.cpu_count()}"
 

@@ -19,7 +19,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> EvaluationError:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Returns a question with similar names, or an empty text."""
+    """Returns a question that suggests similar names, or an empty string."""
     close = similar(name, known, 3)
     return f"did you mean {' or '.join(close)}?" if close else ""
 

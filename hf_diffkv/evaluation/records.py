@@ -1,4 +1,4 @@
-"""Results of a run: a folder with the settings and a JSON line for each method, task and document."""
+"""Results of a run: a folder with its settings and a JSON line for each method, task and document."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Record:
         metrics: sum and weight by metric.
         bytes, payload_bytes: memory of the cache with the document in it.
         dense_bytes: memory of the dense cache with the document in it.
-        simulated: whether `bytes` was computed instead of measured.
+        simulated: whether `bytes` was computed rather than measured.
         seconds: time for the whole document.
-        error: reason why the method failed, in which case there are no figures.
-        details: further results of the task, for example which answers were right.
+        error: reason for which the method failed and has no figures.
+        details: further results of the task, such as which answers were right.
         environment: versions, commit, hardware.
         basis: further settings that determined the figures (`basis.bases_of`); empty in records of 0.1.
     """
@@ -57,14 +57,14 @@ class Record:
 
 
 class RunFolder:
-    """Folder of a run. Opening an existing one continues its run.
+    """Folder of a run. Opening an existing folder continues its run.
 
     Args:
-        folder: path of the folder, which is made if missing.
-        settings: settings that make figures comparable (model, dtype, seed), equal to those of a continued run.
+        folder: path of the folder, which is created if missing.
+        settings: settings that make figures comparable (model, dtype, seed); must equal those of a continued run.
 
     Raises:
-        EvaluationError: the folder cannot be written, or holds a run with other settings.
+        EvaluationError: the folder is not writable, or holds a run with other settings.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class RunFolder:
         append_record(self.path, record)
 
     def records(self) -> list[Record]:
-        """Returns this folder's records; if several have the same key, the last one."""
+        """Returns this folder's records; only the last of those with the same key."""
         return read_records([self.path]) if self.path.exists() else []
 
     def all_records(self) -> list[Record]:
@@ -109,7 +109,7 @@ class RunFolder:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Appends a line to a file of records and syncs it to disk. Raises `EvaluationError` if that cannot be."""
+    """Appends a line to a file of records and syncs it to disk. Raises `EvaluationError` if that fails."""
     line = json.dumps(asdict(record)) + "\n"
     try:
         with open(path, "a", encoding="utf-8") as file:
@@ -134,7 +134,7 @@ def drop_incomplete_line(path: Path) -> None:
 
 
 def read_records(paths: list[Path]) -> list[Record]:
-    """Reads the records of several files; if several have the same key, the last one. Raises `EvaluationError`."""
+    """Reads the records of several files; only the last of those with the same key. Raises `EvaluationError`."""
     found: dict[tuple, Record] = {}
     for path in paths:
         try:
@@ -154,7 +154,7 @@ def read_records(paths: list[Path]) -> list[Record]:
 
 
 def _check_types(record: Record) -> None:
-    """Raises `TypeError` if names are no strings, or figures have no names."""
+    """Raises `TypeError` if names are not strings or figures have no names."""
     named = (record.metrics, record.details, record.environment, record.basis)
     if not all(isinstance(name, str) for name in record.key) or not all(isinstance(each, dict) for each in named):
         raise TypeError

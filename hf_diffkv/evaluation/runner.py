@@ -1,4 +1,4 @@
-"""Runs methods on tasks document by document, the dense cache first, as others are compared with it."""
+"""Runs methods on tasks document by document, starting with the dense cache, to which others are compared."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .tasks.base import Source, Sums
 
 
 def documents_of(task: Task, source: Source) -> list[Document]:
-    """Makes the documents of a task; a count of 0 and a length of None in `source` take the task's own."""
+    """Makes the documents of a task; a count of 0 or a length of None in `source` stands for the task's own."""
     return task.documents(replace(source, count=source.count or task.count, length=source.length or task.length))
 
 
 def longest(documents: Sequence[Document]) -> int:
-    """Returns the largest number of tokens that a cache sees of any document."""
+    """Returns the maximum number of tokens of any document that a cache sees."""
     return max((document.tokens for document in documents), default=0)
 
 
@@ -72,7 +72,7 @@ def run(
 
 
 class _Runner:
-    """Measures methods on documents and keeps the records, whose bases are given by the method's label."""
+    """Measures methods on documents and keeps the records, with bases by method label."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _Runner:
         self.environment, self.bases = environment, bases
 
     def run(self, task: Task, document: Document, methods: Sequence[Method]) -> None:
-        """Measures each method on a document, and first the dense cache, which is the reference."""
+        """Measures each method on a document, starting with the dense cache, the reference."""
         dense = next((method for method in methods if method.label == DENSE), None)
         reference, observed = self._measure(dense or get_method(DENSE), task, document)
         if dense is not None:
@@ -110,7 +110,7 @@ class _Runner:
     def _measure(
         self, method: Method, task: Task, document: Document, dense: Record | None = None, expected: Any = None
     ) -> tuple[Record, Any]:
-        """Returns a record of one method, with an error if it fails, and the task's observations.
+        """Returns one method's record, with an error if it fails, and the task's observations.
 
         Args:
             dense, expected: record and observations of the dense cache; None for the dense cache itself.
@@ -123,7 +123,7 @@ class _Runner:
         except EvaluationError:
             raise
         except Exception as problem:
-            # any error of another library's cache is a result and must not end the run
+            # any error from another library's cache is a result and must not end the run
             error = one_line(f"{type(problem).__name__}: {problem}")
             return Record(*key, error=error, seconds=time.perf_counter() - started), None
         return _record(key, sums, details, dense, time.perf_counter() - started), observed

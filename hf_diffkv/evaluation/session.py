@@ -1,4 +1,4 @@
-"""Sessions: one cache of a method over the forwards of a document."""
+"""Sessions: one cache of a method for all forwards of a document."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .methods.base import HeldBytes, Method, attends_fully
 
 
 class Session:
-    """A model with one cache of a method, batch size 1.
+    """A model with one cache of a method, at batch size 1.
 
     Args:
-        cache, ids: cache that has already seen the token ids `ids`; None makes an empty one.
+        cache, ids: cache that has already seen the token ids `ids`; None creates an empty one.
     """
 
     def __init__(self, model: Any, method: Method, cache: Any = None, ids: Sequence[int] = ()) -> None:
@@ -34,7 +34,7 @@ class Session:
         """Runs the model on further tokens.
 
         Args:
-            keep: number of last positions whose logits are returned.
+            keep: number of final positions whose logits are returned.
 
         Returns:
             Logits, [keep, vocabulary] in the model's dtype.
@@ -46,7 +46,7 @@ class Session:
         """Runs the model on several independent continuations of the tokens seen.
 
         The cache cannot be used afterwards, so call it on a `branch`. If all layers attend to all tokens and attention
-        takes a bool mask, one forward runs all continuations, separated by the mask. The logits are the same.
+        accepts a bool mask, one forward runs all continuations, separated by the mask. The logits are the same.
 
         Returns:
             Logits of each continuation, [tokens, vocabulary].
@@ -56,7 +56,7 @@ class Session:
             return [self.branch().forward(ids, keep=len(ids)) for ids in texts]
         sizes = [len(ids) for ids in texts]
         owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        # adds a last token that sees all others, as tokens hidden from the last one would count as padding
+        # adds a final token that sees all others, as tokens hidden from the last one would count as padding
         owner = torch.cat([owner, owner.new_tensor([len(sizes)])])
         among = (owner[:, None] == owner[None]) | (owner[:, None] == len(sizes))
         past = self.cache.get_seq_length()
@@ -74,7 +74,7 @@ class Session:
             output = self.model(
                 input_ids=torch.tensor([list(ids)], device=device),
                 attention_mask=None if mask is None else mask.to(device),
-                # explicit, as a cache that drops tokens must not change later positions
+                # explicit, as a cache that drops tokens must not shift later positions
                 position_ids=positions[None].to(device),
                 **passing(self.cache),
                 use_cache=True,

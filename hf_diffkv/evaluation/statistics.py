@@ -1,4 +1,4 @@
-"""Means over documents with confidence intervals, by a bootstrap that draws the same documents for every method."""
+"""Means over documents with confidence intervals, from a bootstrap that draws the same documents for all methods."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Estimate:
     """A mean over documents.
 
     Attributes:
-        total, weight: sum and weight, whose quotient is the mean.
-        low, high: confidence interval at `CONFIDENCE`, by the percentile bootstrap over documents; equal to the mean
-            for a single document, which tells nothing about others.
+        total, weight: sum and weight; their quotient is the mean.
+        low, high: confidence interval at `CONFIDENCE`, from the percentile bootstrap over documents; equal to the mean
+            for a single document, which says nothing about others.
     """
 
     total: float
@@ -39,7 +39,7 @@ def estimate(sums: Sequence[tuple[float, float]]) -> Estimate:
 
 
 def _draws(count: int) -> np.ndarray:
-    """Draws how often each document is in each resample, [RESAMPLES, count]; the same for all methods."""
+    """Draws how often each document occurs in each resample, [RESAMPLES, count]; the same for all methods."""
     if not count:
         raise ValueError("there are no documents to take a mean of.")
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES).astype(float)

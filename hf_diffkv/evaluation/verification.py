@@ -1,4 +1,4 @@
-"""Verifies a configuration for a model, by comparing its predictions with the dense cache's."""
+"""Verifies a configuration for a model by comparing its predictions with the dense cache's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .methods import Method
 from .session import Session
 from .tasks import Document
 
-# tokens run one by one, as in generation, before the rest is run at once
+# tokens run one by one, as in generation, before the rest run at once
 DECODED = 16
-# KL in nats that rounding in half precision alone causes
+# KL in nats caused by half-precision rounding alone
 ROUNDING = 1e-3
 
 
@@ -51,7 +51,7 @@ def measure(
     """Measures `method` on all documents, teacher-forced.
 
     Args:
-        expected: results of `follow` with the dense cache, document by document.
+        expected: results of `follow` with the dense cache, one per document.
     """
     kl = top1 = count = 0.0
     held = whole = 0

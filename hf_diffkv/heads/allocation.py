@@ -1,9 +1,9 @@
-"""Allocates a precision to each KV head for the least predicted loss within given bytes.
+"""Allocates a precision to each KV head for the lowest predicted loss within a number of bytes.
 
-Losses of heads are assumed to add up. Heads of a layer share at most two precisions, a pair. The best choice for each
-layer and number of bytes is found first, then the best sum over layers by dynamic programming, which is optimal. If a
-model would have more pairs than allowed, pairs are dropped one by one, each time the one that costs least. Then single
-pairs are exchanged while that helps.
+Head losses are assumed to add up. The heads of a layer share at most two precisions, a pair. The best choice for each
+layer and number of bytes is found first, then the optimal sum over layers by dynamic programming. If this takes more
+pairs than allowed, pairs are dropped one by one, always the one that costs least. Then single pairs are exchanged while
+that helps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..pages.layout import uniform_token_bytes
 from ..precision import Precision, as_precision
 from .sensitivity import Sensitivity
 
-# docs/calibration.md compares it with others
+# docs/calibration.md compares this ladder with others
 HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
-# for ratios that the other one does not reach; above them it loses more on some models (docs/notes/quality-studies.md)
+# for ratios that the other cannot reach; at higher ones it loses more on some models (docs/notes/quality-studies.md)
 DEEP_LADDER = ("K2V2", *HEAD_LADDER)
-# of rows of latents (docs/latent.md), whose rotary keys need 8 bits
+# for rows of latents (docs/latent.md), whose rotary keys need 8 bits
 LATENT_LADDER = ("K8V3", "K8V4", "K8V5", "K8V6", "K8V8")
-# each pair is a store of its own
+# each pair needs its own store
 MOST_PAIRS = 6
-# the higher one of a layer's two final precisions under a budget, as its heads come by it from K8V8; layers whose heads
-# end at the same one come by the first
+# higher of a layer's two final precisions under a budget, which its heads pass on the way from K8V8; layers whose heads
+# end at the same precision pass the first
 LAST_RUNGS = ("K6V5", "K5V4")
 # keys of a configuration's calibration
 SENSITIVITY, TARGET_RATIO = "sensitivity", "target_ratio"
@@ -66,17 +66,16 @@ def allocate(
     most_pairs: int | None = MOST_PAIRS,
     highs: Sequence[Precision | str] = (),
 ) -> Allocation:
-    """Allocates the precisions of least predicted loss.
+    """Allocates the precisions of lowest predicted loss.
 
-    With `highs` they are the final ones of a cache with a budget: the higher of a layer's two precisions is one of
-    `highs`.
+    With `highs`, they are the final precisions of a cache with a budget, where the higher of a layer's two precisions
+    is one of `highs`.
 
     Args:
-        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype; windows are not
-            included.
-        ladder: precisions to choose from; None takes `ladder_of` the model and ratio.
-        most_pairs: highest number of different pairs in the model; None is unlimited.
-        highs: higher precisions of pairs; they are part of the ladder too.
+        target_ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype, not counting windows.
+        ladder: precisions to choose from; None uses `ladder_of` for the model and ratio.
+        most_pairs: maximum number of different pairs in the model; None means no limit.
+        highs: higher precisions of pairs, which are added to the ladder.
 
     Raises:
         ValueError: the smallest precision does not reach the ratio, or precisions were not measured or do not fit the
@@ -98,7 +97,7 @@ def allocate(
 
 
 def ladder_of(sensitivity: Sensitivity, target_ratio: float = 1.0) -> tuple[str, ...]:
-    """Returns the precisions from which a model's rows are chosen for a ratio, by rising bytes."""
+    """Returns the precisions to choose from for a model's rows at a ratio, by increasing size."""
     if sensitivity.latent:
         return LATENT_LADDER
     least = _ratio(as_precision("ladder", HEAD_LADDER[0]), sensitivity.shapes, sensitivity.element_bytes)
@@ -130,7 +129,7 @@ def check_ratio(
 
 
 def ratio_of(precision: Precision | str, calibration: Mapping[str, Any]) -> float:
-    """Returns bytes of a stored token over its bytes in the model's dtype if all heads have one precision."""
+    """Returns a stored token's bytes over its bytes in the model's dtype if all heads have one precision."""
     values = calibration[SENSITIVITY]
     return _ratio(as_precision("precision", precision), values["shapes"], values["element_bytes"])
 
@@ -147,7 +146,7 @@ def fields_for(
 
     Args:
         calibration: calibration with the measured loss of heads, as `hf-diffkv calibrate` writes it.
-        target_ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype.
+        target_ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype.
         until_full: whether these are final precisions of a cache with a budget.
 
     Raises:
@@ -160,7 +159,7 @@ def fields_for(
         )
     found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio, until_full)
     chosen = {TARGET_RATIO: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
-    # levels are not used, but checked
+    # levels are unused but checked
     best = as_precision("ladder", LATENT_LADDER[-1])
     levels = {"high": best, "low": best} if calibration[SENSITIVITY].get("latent") else {}
     return {"head_precisions": found.precisions, **levels}, {**calibration, **chosen}
@@ -180,7 +179,7 @@ class Loss:
     """Predicted mean KL of the following tokens to the dense cache's, in nats.
 
     Attributes:
-        ratio: highest ratio of a stored token's bytes to its bytes in the model's dtype, over all compressed layers.
+        ratio: maximum ratio of a stored token's bytes to its bytes in the model's dtype, over all compressed layers.
         each_head: loss with the precision that `allocate` chooses for each head.
         precision: name of the precision that has exactly this ratio if all heads have it, or None.
         one_for_all: loss with this precision for all heads, or None.
@@ -193,7 +192,7 @@ class Loss:
 
 
 def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> tuple[Loss, ...]:
-    """Returns losses by rising bytes, at `ratios` and those of the ladder; empty if heads were not measured.
+    """Returns losses by increasing size, at `ratios` and the ladder's ratios; empty if heads were not measured.
 
     Raises:
         ValueError: the smallest precision does not reach a ratio.
@@ -228,7 +227,7 @@ class _Solution:
     Attributes:
         places: ladder positions by layer and head.
         loss: predicted loss; infinite if nothing fits.
-        price: additional loss for one byte less.
+        price: additional loss per byte saved.
     """
 
     places: tuple[tuple[int, ...], ...]
@@ -280,7 +279,7 @@ class _Problem:
         self.least = min(range(len(ladder)), key=self._size)
 
     def kinds(self) -> set[Kind]:
-        """Returns all pairs and all single precisions; with `highs` the pairs of which the higher is one of them."""
+        """Returns all pairs and all single precisions; with `highs`, pairs whose higher precision is one of them."""
         places = range(len(self.ladder))
         if self.highs:
             pairs = ((first, place) for first in self.highs for place in places if place != first)
@@ -295,10 +294,10 @@ class _Problem:
         return frozenset(places) | (frozenset(self.highs[:1]) if len({*places}) == 1 else frozenset())
 
     def stores(self, solution: _Solution) -> set[Kind]:
-        """Returns the kinds that need a store each."""
+        """Returns the kinds that each need a store."""
         kinds = {self.kind_of(layer) for layer in solution.places}
         kinds = {kind for kind in kinds if not any(kind < other for other in kinds)}
-        # a layer that has only that may be in the store of any pair with it
+        # a layer with only that precision can share the store of any pair with it
         alone = frozenset(self.highs[:1])
         return kinds - {alone} | {alone | {self.least}} if alone in kinds and alone else kinds
 
@@ -308,7 +307,7 @@ class _Problem:
         return Allocation(precisions, taken / self.dense_bytes, float(solution.loss))
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
-        """Minimises the loss within `budget` bytes of a token, with each layer's precisions from one of `kinds`."""
+        """Minimises the loss within `budget` bytes per token, taking each layer's precisions from one of `kinds`."""
         options: list[dict[int, LayerChoice]] = [{} for _ in self.heads]
         for best, choices in zip(options, self._options):
             for kind in kinds:
@@ -323,7 +322,7 @@ class _Problem:
         return _knapsack(options, least, unit, room // unit)
 
     def promising(self, choices: Iterable[set[Kind]], price: float) -> list[set[Kind]]:
-        """Returns the `TRIALS` choices of least loss if bytes have a price instead of a limit."""
+        """Returns the `TRIALS` choices of lowest loss if bytes have a price instead of a limit."""
 
         def paid(options: dict[int, LayerChoice]) -> float:
             return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)

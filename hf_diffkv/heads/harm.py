@@ -1,4 +1,4 @@
-"""Loss by lowering a head from one precision to another, by which the heads to lower first are chosen."""
+"""Loss from lowering a head from one precision to another, which decides the heads to lower first."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .sensitivity import Sensitivity
 
 # loss of each KV head, by compressed layer
 Harm = tuple[tuple[float, ...], ...]
-# harm by lowering heads from one precision to another; None if it is not known
+# harm from lowering heads from one precision to another; None if unknown
 HarmBetween = Callable[[Precision, Precision], Harm | None]
 
 
 def harm_of(measured: Sensitivity, precise: Precision, final: Precision) -> Harm | None:
-    """Returns the predicted KL by which each head's loss grows; None if some bits were not measured.
+    """Returns the predicted increase in KL for each head; None if some bits were not measured.
 
-    Groups were not measured; they change the loss of all heads alike, and so are left out.
+    Groups were not measured; they affect the loss of all heads alike and are therefore ignored.
     """
     precise, final = (replace(each, k_groups=1, v_groups=1) for each in (precise, final))
     if precise == final:
         return tuple((0.0,) * shape[0] for shape in measured.shapes)
     if not measured.knows(final):
         return None
-    # bits that were not measured are more than those that were, and lose next to nothing
+    # unmeasured bits are above the measured ones and lose next to nothing
     known = measured.knows(precise)
 
     def growth(layer: int, head: int) -> float:

@@ -1,4 +1,4 @@
-"""Files beside a model: in its folder, or in its repository of the Hub."""
+"""Files saved with a model, in its folder or its Hub repository."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_NAME = "diffkv_config.json"
-# moments of the model's queries (heads/query_moments.py)
+# the model's query moments (heads/query_moments.py)
 QUERIES_NAME = "diffkv_queries.safetensors"
 
 
@@ -21,12 +21,12 @@ def find(
     cache_dir: str | os.PathLike | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Finds the configuration file of a folder, or of a repository of the Hub, and downloads it if not cached.
+    """Finds the configuration file in a folder or Hub repository, and downloads it if not cached.
 
     Raises:
         FileNotFoundError: the folder or repository does not exist or has no such file.
-        OSError: the repository may not be read, the Hub cannot be reached and the file is not in its cache, or that
-            cache cannot be written.
+        OSError: access to the repository is denied, the Hub cannot be reached and the file is not in its cache, or that
+            cache is not writable.
     """
     folder = Path(name)
     if (folder / CONFIG_NAME).is_file():
@@ -72,7 +72,7 @@ def find(
     except errors.HTTPError as error:
         raise OSError(f"cannot download {CONFIG_NAME} of {repo} ({_reason(error)}); try again later.") from error
     except OSError as error:
-        # without a number it comes from the Hub's library, not from the file system
+        # without an errno, it comes from the Hub's library, not from the file system
         if error.errno is None:
             raise
         raise OSError(
@@ -95,9 +95,9 @@ def cached(repo: str, file: str) -> str | None:
 
 
 def configuration(repo: str) -> Path | None:
-    """Returns the configuration file of the commit of a model that the Hub's cache holds, or None.
+    """Returns the configuration file for the commit of a model in the Hub's cache, or None.
 
-    The Hub is asked once if its cache does not know whether there is one. No answer counts as none.
+    If the cache does not say whether there is one, the Hub is asked once. No answer counts as none.
     """
     known = cached(repo, "config.json")
     # not remembered, as the model may still be downloaded
@@ -111,7 +111,7 @@ def _configuration(repo: str, commit: str) -> Path | None:
 
     try:
         here = try_to_load_from_cache(repo, CONFIG_NAME, revision=commit)
-        # a string, a marker that the file does not exist, or None if nobody has asked
+        # a string, a marker that the file does not exist, or None if the Hub was never asked
         return Path(here) if isinstance(here, str) else None if here else find(repo, revision=commit)
     except OSError:
         return None
@@ -119,7 +119,7 @@ def _configuration(repo: str, commit: str) -> Path | None:
 
 @cache
 def queries(repo: str, commit: str) -> Path | None:
-    """Returns the file with the moments of a model's queries of a commit, downloaded if not cached, or None."""
+    """Returns the file with a model's query moments in a commit, downloaded if not cached, or None."""
     from huggingface_hub import errors, hf_hub_download
 
     try:
@@ -139,17 +139,17 @@ def push(
     create_pr: bool = False,
     commit_message: str = f"Upload {CONFIG_NAME}",
 ) -> Any:
-    """Uploads a configuration in one commit to a repository of the Hub, which is made if missing.
+    """Uploads a configuration in one commit to a Hub repository, which is created if missing.
 
     Args:
         repo_id: "owner/name" of the repository.
-        queries: file with the moments of the model's queries to upload with it, or None.
+        queries: file with the model's query moments to upload with it, or None.
 
     Returns:
         The Hub's `CommitInfo`.
 
     Raises:
-        OSError: the Hub cannot be reached or refuses.
+        OSError: the Hub cannot be reached or refuses the upload.
         ValueError: `repo_id` is not the id of a repository.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, errors
@@ -172,7 +172,7 @@ def push(
         raise OSError(f"no token to write {repo_id} with; log in with `hf auth login`, or give token=.") from error
     except errors.HfHubHTTPError as error:
         raise _hub_error(error, repo_id, revision, "write") from error
-    # HTTPError belongs to the HTTP client that the Hub's library uses; what a proxy answers may be no JSON
+    # HTTPError belongs to the HTTP client that the Hub's library uses; a proxy's answer may not be JSON
     except (errors.OfflineModeIsEnabled, errors.HTTPError, JSONDecodeError) as error:
         raise OSError(
             f"cannot reach the Hub to write {repo_id} ({_reason(error)}); connect, or save to a folder."
@@ -185,7 +185,7 @@ def _reason(error: Exception) -> str:
 
 
 def _hub_error(error: Any, repo: str, revision: str | None, doing: str) -> OSError:
-    """Converts an answer of the Hub to an error with a one-line message."""
+    """Converts a response of the Hub into an error with a one-line message."""
     from huggingface_hub import errors
 
     status = getattr(error.response, "status_code", None)

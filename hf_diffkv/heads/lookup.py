@@ -1,8 +1,8 @@
-"""Looks up what is known of a model: a configuration saved with its files, losses of its heads, moments of its queries.
+"""Looks up what is known about a model: a configuration saved with its files, its head losses, its query moments.
 
-The order is: `diffkv_config.json` in the folder or repository of the Hub that the model was loaded from; measurements
-of exactly these weights, from `hf-diffkv calibrate` in the user's cache folder or shipped; measurements of a model with
-the same or nearly the same mark (`heads/mark.py`). Moments of queries are a file next to each of these.
+The order is: `diffkv_config.json` in the folder or Hub repository that the model was loaded from; measurements of
+exactly these weights, from `hf-diffkv calibrate` in the user's cache folder or shipped; measurements of a model with
+the same or nearly the same mark (`heads/mark.py`). Query moments are in a file next to each of these.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .mark import SAME
 from .recognition import Identity, identity_of, loaded_from, marks_in, nearest
 from .sensitivity import Sensitivity
 
-# names the folder of measurements; without it `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv is used
+# sets the folder of measurements; the default is `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv
 FOLDER_VARIABLE = "HF_DIFFKV_CACHE"
 SHIPPED = Path(__file__).parent / "measured"
-# suffixes of files with losses of heads, and with moments of queries
+# suffixes of files with head losses, and with query moments
 TABLE, MOMENTS = ".json", ".safetensors"
 
 # logger for suggestions, as opposed to warnings
@@ -41,7 +41,7 @@ def user_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_diffkv"
     except RuntimeError:
-        # the user has no home, as in some containers: nothing is found there, and nothing can be written
+        # no home folder, as in some containers, so nothing is found and nothing can be written
         return Path(os.devnull) / "hf_diffkv"
 
 
@@ -55,9 +55,9 @@ def keep(measured: Sensitivity) -> Path:
 
 
 def measured_of(model: Any) -> Sensitivity | None:
-    """Returns the measured loss of the heads of a model, or of its nearest relative, or None.
+    """Returns the measured head losses of a model or its nearest relative, or None.
 
-    The log names a relative once.
+    If a relative is used, the log names it once.
 
     Args:
         model: loaded model, or model on the meta device whose weight files are on this machine.
@@ -75,7 +75,7 @@ def weights_known(model: Any) -> bool:
 def beside(model: Any) -> Path | None:
     """Returns the path of the configuration saved with a model's files, or None.
 
-    A repository of the Hub is asked once, for the commit in the Hub's cache. No answer counts as no configuration.
+    A Hub repository is queried once, for the commit in the Hub's cache. No answer counts as no configuration.
 
     Args:
         model: loaded model, its configuration, or the name of a folder or repository.
@@ -90,10 +90,10 @@ def beside(model: Any) -> Path | None:
 
 
 def queries_of(model: Any) -> Path | None:
-    """Returns the file with the moments of a model's queries (heads/query_moments.py), or None.
+    """Returns the file with a model's query moments (heads/query_moments.py), or None.
 
-    The file next to the model's configuration comes first, whatever the weights; then the file for exactly these
-    weights; then the file of the model or relative whose measurements `measured_of` takes.
+    The file next to the model's configuration comes first, whatever the weights, then the file for exactly these
+    weights, then the file of the model or relative whose measurements `measured_of` uses.
 
     Args:
         model: loaded model, or its configuration.
@@ -122,7 +122,7 @@ def queries_path(digest: str) -> Path:
 
 
 def tell_of_calibration(model: Any) -> None:
-    """Suggests once, for each model whose weights can be identified, to measure its heads to save memory."""
+    """Suggests measuring a model's heads to save memory, once per model with identifiable weights."""
     if weights_known(model):
         _tell_how(
             model,
@@ -132,7 +132,7 @@ def tell_of_calibration(model: Any) -> None:
 
 
 def tell_of_queries(model: Any) -> None:
-    """Suggests once, for each loaded model, to measure its queries to lose less."""
+    """Suggests measuring a loaded model's queries to lose less, once per model."""
     _tell_how(
         model,
         "the queries of %s have not been measured, so generated keys are rounded to the nearest code: run `hf-diffkv "
@@ -177,7 +177,7 @@ def _by_digest(identity: Identity, suffix: str) -> Path | None:
         return None
     shipped = _shipped().get(digest)
     known = [user_folder() / f"{digest}{suffix}", *([] if shipped is None else [shipped.with_suffix(suffix)])]
-    # unlike Path.is_file it is False for what may not be read, such as the home of another user
+    # unlike Path.is_file, this is False for unreadable paths, such as another user's home
     return next((path for path in known if os.path.isfile(path)), None)
 
 

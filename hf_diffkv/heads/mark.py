@@ -1,7 +1,7 @@
 """A model's mark, which identifies it even after quantisation, merging of adapters or fine-tuning.
 
-A mark has the model's type, its head shapes, and samples of its normalisation weights. Quantised copies keep these
-weights, and fine-tuning changes them little. Separately trained models have unrelated ones.
+A mark consists of the model's type, its head shapes, and samples of its normalisation weights. Quantised copies keep
+these weights, and fine-tuning barely changes them. Separately trained models have unrelated ones.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from .weights import SAMPLES, samples_of
 
-# largest distances of marks by rounding alone, and by fine-tuning (docs/calibration.md has the measurements)
+# largest distances between marks from rounding alone, and from fine-tuning (measurements: docs/calibration.md)
 SAME, RELATIVE = 0.005, 0.2
-# a weight whose spread is below this share of its norm counts as constant, as all are in an untrained model
+# a weight whose spread is below this share of its norm counts as constant, as all do in an untrained model
 FLAT = 1 / 64
 ELEMENT_BYTES = 2
 
@@ -34,7 +34,7 @@ class Mark:
         samples: little-endian bfloat16 [weights, SAMPLES], in the order of the weights' names.
 
     Raises:
-        ValueError: the samples have another size.
+        ValueError: the samples have the wrong size.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Mark:
             norms: normalisation weights by name (`heads.weights.norms_of`), with data.
 
         Returns:
-            The mark; None if fewer than half of these weights vary, so that they cannot tell models apart.
+            The mark; None if fewer than half of these weights vary, too few to tell models apart.
         """
         import torch
 
@@ -68,11 +68,11 @@ class Mark:
         return cls(kind, samples.view(torch.int16).numpy().astype("<i2").tobytes())
 
     def distance(self, other: Mark) -> float:
-        """Returns the distance of two marks.
+        """Returns the distance between two marks.
 
-        It is 0 for equal marks, about 1.4 for separately trained models, and infinite for another kind. It is the root
-        mean square over all weights of |a - b| / s, with s the larger of both norms about the mean. An angle would not
-        do: weights are all positive in most models, so it would always be small.
+        It is 0 for equal marks, about 1.4 for separately trained models, and infinite for different kinds. It is the
+        root mean square, over all weights, of |a - b| / s, with s the larger of both norms about the mean. An angle
+        would not do, as it is always small if all weights are positive, as in most models.
         """
         if self == other:
             return 0.0
@@ -115,12 +115,12 @@ def _varies(samples: Any) -> Any:
 
 
 def _heads_of(text_config: Any) -> list[Any]:
-    """Returns type, number of layers and head shapes of a model."""
+    """Returns a model's type, number of layers and head shapes."""
     query_heads = getattr(text_config, "num_attention_heads", None)
     heads = getattr(text_config, "num_key_value_heads", None) or query_heads
     dim = getattr(text_config, "head_dim", None)
     if dim is None and query_heads:
         dim = text_config.hidden_size // query_heads
     found = [text_config.model_type, getattr(text_config, "num_hidden_layers", None), query_heads, heads, dim]
-    # some configurations have lists or values of their own classes
+    # some configurations have lists or values of custom classes
     return [value if isinstance(value, (int, str, type(None))) else str(value) for value in found]

@@ -27,7 +27,7 @@ from .recognition import MARK_KEY
 MOMENTS_FORMAT = "query moments 1"
 # metadata entries that say where the moments come from
 ORIGIN = ("model_type", "model_digest", "documents_digest")
-# share of the mean diagonal added to it, in case the queries do not span all directions
+# share of the mean diagonal added to the diagonal, in case the queries do not span all directions
 ADDED_SHARE = 1e-6
 
 
@@ -45,7 +45,7 @@ class QueryMoments:
         mark: mark by which copies and relatives of the model are recognised; None without one.
 
     Raises:
-        ValueError: tensors of another shape or dtype, values that are not finite, or no layers.
+        ValueError: tensors have another shape or dtype or values that are not finite, or there are none.
     """
 
     model_type: str

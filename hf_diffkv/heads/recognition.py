@@ -1,4 +1,4 @@
-"""Recognises measured models by a digest of the weights, and by a mark."""
+"""Recognises measured models by a digest of their weights, and by a mark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weights import files_digest, model_digest, norms_in_files, norms_of
 
 # key of a mark in JSON files and in the metadata of safetensors files
 MARK_KEY = "mark"
-# number of files of measurements whose marks are cached
+# number of measurement files whose marks are cached
 MOST_FILES = 4096
 
 
@@ -34,12 +34,12 @@ class Identity:
 
 
 _UNKNOWN = Identity(None, None)
-# with the state of the parameters that it is of
+# each with the state of the parameters it was computed from
 _identities: weakref.WeakKeyDictionary[Any, tuple[list[Any], Identity]] = weakref.WeakKeyDictionary()
 
 
 def identity_of(model: Any) -> Identity:
-    """Returns the identity of a model, which is computed again once its parameters have changed.
+    """Returns a model's identity, which is recomputed once its parameters have changed.
 
     Args:
         model: loaded model. If its weights are offloaded or on the meta device, its safetensors files on this machine
@@ -71,7 +71,7 @@ def _states_of(model: Any) -> list[Any]:
 
 
 def state_of(parameter: Any) -> Any:
-    """Returns a value that changes when a parameter is written to or gets other memory."""
+    """Returns a value that changes when a parameter is written to or moves in memory."""
     try:
         return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
     except RuntimeError:
@@ -89,10 +89,10 @@ def mark_of(model: Any) -> Mark | None:
 
 
 def marks_in(folder: Path, suffix: str) -> list[tuple[Path, Mark]]:
-    """Returns the files of measurements in a folder with their marks, newest first, without files that have no mark.
+    """Returns the measurement files in a folder with their marks, newest first, skipping files without one.
 
     Args:
-        suffix: ".json" for losses of heads, ".safetensors" for moments of queries.
+        suffix: ".json" for head losses, ".safetensors" for query moments.
     """
     try:
         states = [(path, path.stat()) for path in folder.iterdir() if path.suffix == suffix]
@@ -118,7 +118,7 @@ def loaded_from(model: Any) -> str:
 
 
 def folder_of(model: Any) -> Path | None:
-    """Returns the folder of a model's files on this machine: its own, or that of the Hub's cache, or None."""
+    """Returns the local folder with a model's files, its own or one in the Hub's cache, or None."""
     name = loaded_from(model)
     if not name:
         return None

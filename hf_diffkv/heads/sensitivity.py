@@ -24,24 +24,24 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Loss from each single head's keys or values at few bits, and its decrease with more bits.
+    """Loss from storing a single head's keys or values at few bits, and its decrease with more bits.
 
     Attributes:
         model_type: model type in the model's text configuration.
         model_digest: digest of the weights (`hf_diffkv.heads.weights.model_digest`).
         element_bytes: bytes of an element of the dtype the model was loaded in.
         shapes: number of KV heads, key_dim and value_dim of each compressed layer.
-        keys, values: mean KL of the following tokens to those of the dense cache, in nats, by compressed layer and KV
-            head, if only this head's keys have `KEY_BITS` bits, or only its values `VALUE_BITS`.
-        key_errors, value_errors: mean square error of logits and of values over their mean square, by bits.
-        documents: number of documents that the figures are means over.
+        keys, values: mean KL of the following tokens to the dense cache's, in nats, by compressed layer and KV head, if
+            only this head's keys have `KEY_BITS` bits or only its values have `VALUE_BITS`.
+        key_errors, value_errors: mean squared error of logits and of values over their mean square, by bits.
+        documents: number of documents that the figures are averaged over.
         documents_digest: digest of the documents' tokens.
         mark: mark of the model, by which its copies and relatives are recognised; stored only by `save`.
-        latent: whether the model caches latents; then keys are rotary keys, values latents, and a layer has one row.
+        latent: whether the model caches latents, with rotary keys as keys, latents as values, and one row per layer.
 
     Raises:
         ValueError: figures do not match the layers and heads of `shapes`, or are negative or not finite, or
-            `element_bytes` is no size.
+            `element_bytes` is not positive.
     """
 
     model_type: str
@@ -95,11 +95,11 @@ class Sensitivity:
         return total
 
     def knows(self, precision: Precision) -> bool:
-        """Returns whether the loss at the bits of a precision is known: they were measured, or are 16."""
+        """Returns whether the loss at a precision's bits is known because they were measured or are 16."""
         return precision.k_bits in {16, *self.key_errors} and precision.v_bits in {16, *self.value_errors}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON without the mark, numbers to four significant digits."""
+        """Returns plain values for JSON, without the mark and rounded to four significant digits."""
         values = asdict(self)
         del values[MARK_KEY]
         if not self.latent:
@@ -133,7 +133,7 @@ class Sensitivity:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Sensitivity:
-        """Reads a file that `save` wrote. Raises `ValueError` for another file, and `OSError`."""
+        """Reads a file that `save` wrote. Raises `ValueError` for other files, and `OSError`."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-# number of elements of each parameter that enter a digest
+# number of elements of each parameter that go into a digest
 SAMPLES = 32
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
-# modules with which PEFT, torch.compile, FSDP and activation checkpointing wrap a model's own
+# modules in which PEFT, torch.compile, FSDP and activation checkpointing wrap a model's own
 _WRAPPERS = {"_orig_mod", "base_layer", "original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # PEFT's trained copies of a module
 _COPIES = "modules_to_save"
@@ -51,13 +51,13 @@ def norms_of(model: Any) -> dict[str, Any]:
 
 
 def norms_in_files(model: Any, folder: Path) -> dict[str, Any] | None:
-    """Reads from the safetensors files of a folder the weights that `norms_of` the loaded model would return.
+    """Reads the weights that `norms_of` would return for the loaded model from a folder's safetensors files.
 
     Args:
         model: model, which may be on the meta device.
 
     Returns:
-        Weights by name; None if the files do not have all of them with their shapes.
+        Weights by name; None if the files lack some or have them in other shapes.
     """
     own = {name for name, _ in model.named_parameters()}
     with _opened(folder) as places:
@@ -80,8 +80,8 @@ def model_digest(model: Any) -> str:
     """Returns a digest of the shapes of all parameters and of some elements, 16 hexadecimal digits.
 
     It is SHA-256 over all parameters in the model's order, tied ones once: the shape as decimal numbers, then `SAMPLES`
-    elements, evenly spaced from the first to the last, as little-endian float32. So a model stored in bfloat16 has the
-    same digest if it is loaded in float32.
+    elements, evenly spaced from the first to the last, as little-endian float32. A model stored in bfloat16 therefore
+    has the same digest when it is loaded in float32.
 
     Raises:
         ValueError: a parameter has no data, for example on the meta device.
@@ -124,7 +124,7 @@ def samples_of(weight: Any, count: int) -> Any:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any] | None]:
-    """Opens the files of a folder and yields the open file of each tensor by name; None if a file cannot be read."""
+    """Opens a folder's files and yields the open file of each tensor by name; None if a file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as opened:

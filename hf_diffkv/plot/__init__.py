@@ -1,4 +1,4 @@
-"""Plots of caches and measurements in one palette.
+"""Plots of caches and measurements, with a shared palette.
 
 The plots need matplotlib (extra `plot`), which is imported when something is drawn. Coloured text and the plots of
 measurements are in other distributions (`packages/demo`, `packages/evaluation`). Notebooks display the objects that

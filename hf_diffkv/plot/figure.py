@@ -25,13 +25,13 @@ class Picture:
     """A picture, which notebooks display.
 
     Attributes:
-        figure: Matplotlib figure, which may be changed before it is saved.
+        figure: Matplotlib figure, which can be changed before it is saved.
     """
 
     figure: Figure
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Writes the picture in the format of the file's ending: png, svg or pdf. Without an ending it is png.
+        """Writes the picture in the format given by the file extension: png, svg or pdf, or png if there is none.
 
         Raises:
             OSError: the file cannot be written.

@@ -33,7 +33,7 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
 
     Args:
         cache: cache, or the report that its `memory()` returned.
-        title: title; None gives the cache's size relative to a dense cache.
+        title: title; None shows the cache's size relative to a dense cache.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -52,9 +52,9 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
 
 
 def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
-    """Plots the precision of each head, one column per compressed layer and one cell per KV head; darker is more bits.
+    """Plots the precision of each head, one column per compressed layer and one cell per KV head; darker means more.
 
-    Arguments and errors as for `levels`.
+    Arguments and errors are as for `levels`.
     """
     report = _report_of(cache)
     rows = max(len(layer.precisions) for layer in report.layers)
@@ -105,7 +105,7 @@ def _title(report: MemoryReport) -> str:
 
 
 def _bars(row: int, layer: LayerReport) -> list[tuple[str, Box]]:
-    """Returns level and box of each part of a layer's bars; a cell is one unit wide and one high."""
+    """Returns the level and box of each part of a layer's bars; a cell is one unit wide and one high."""
     bars = []
     for head, counts in enumerate(zip(*(getattr(layer, name) for name in LEVELS))):
         left, scale = head + (1 - FILLED[0]) / 2, FILLED[0] / max(1, sum(counts))

@@ -1,7 +1,7 @@
 """The palette: levels and caches have the same colour in every picture, web page and terminal of the project.
 
-The colours of levels become lighter in stacking order, so they differ in greyscale and for colour-blind readers. Caches
-also differ by mark and dash.
+The colours of levels get lighter in stacking order, so they stay distinct in greyscale and for colour-blind readers.
+Caches also differ by mark and dash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Style:
 CACHE_STYLES = {
     "dynamiccache": Style("#1a1a1a", "*"),
     "dense": Style("#1a1a1a", "*"),
-    # uses as much memory as a dynamic cache, so its curve lies on that curve and must leave it visible
+    # uses as much memory as a dynamic cache, so its curve overlaps that one and must leave it visible
     "staticcache": Style("#9a9a9a", "x", "dashed"),
     "quantizedcachehqq": Style("#e59cc4", "D"),
     "hqq": Style("#e59cc4", "D"),

@@ -11,8 +11,8 @@ REPLACEMENT = "\ufffd"
 def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[str]]:
     """Tokenizes a text; returns the ids and the part of the text that each token covers.
 
-    The parts add up to the text. A character of several tokens is assigned to one of them. Slow tokenizers, which give
-    no offsets, decode each token instead.
+    The parts add up to the text. A character that spans several tokens is assigned to one of them. Slow tokenizers,
+    which give no offsets, decode each token instead.
 
     Args:
         add_special_tokens: False if the text already contains them, as with chat templates.
@@ -31,7 +31,7 @@ def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -
 
 
 def pieces_of_ids(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]:
-    """Returns the text that each token adds. A character of several tokens is assigned to the last of them."""
+    """Returns the text that each token adds. A character of several tokens goes to the last of them."""
     parts = []
     # the text of a token may depend on the piece before it
     before, start = 0, 0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # inches
 LOSS_WIDTH, LOSS_HEIGHT = 6.5, 3.8
-# number of ratios at which a precision for each head is predicted, besides those of the ladder
+# number of ratios, besides the ladder's, at which a precision for each head is predicted
 BETWEEN = 12
 
 

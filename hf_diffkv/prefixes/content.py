@@ -1,4 +1,4 @@
-"""Content behind placeholders in a prompt: images, video or sound, which token ids do not identify."""
+"""Content behind placeholders in a prompt: images, video or audio, which token ids do not identify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..compat import with_parts
 from .tokens import DIGEST_BYTES, digests
 
-# outputs of a processor that have an entry per token, and so change with every turn
+# outputs of a processor with an entry per token, which therefore change with every turn
 ONE_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(?!start|end|bos|eos)(\w+_)?token_(id|index)$")
 
@@ -36,7 +36,7 @@ class ContentKeys:
 
         Args:
             ids: int64 [tokens].
-            content: outputs of the processor besides the ids; empty if there is no content, None if unknown.
+            content: outputs of the processor except the ids; empty if there is no content, None if unknown.
 
         Raises:
             ValueError: `ids` have placeholders, and `content` is None.
@@ -54,7 +54,7 @@ class ContentKeys:
         return {length: _both(name, behind) if length > first else name for length, name in found.items()}
 
     def have_placeholders(self, ids: Tensor) -> bool:
-        """Returns whether `ids` may have content behind a token."""
+        """Returns whether any token of `ids` may have content behind it."""
         return self._first(ids) < ids.numel()
 
     def _first(self, ids: Tensor) -> int:
@@ -66,7 +66,7 @@ class ContentKeys:
 
 
 def content_digest(content: Mapping[str, Any]) -> bytes:
-    """Returns a digest of a processor's outputs, without those that have an entry per token.
+    """Returns a digest of a processor's outputs, excluding those with an entry per token.
 
     Raises:
         ValueError: an output is not a tensor, number, string, or list of these.

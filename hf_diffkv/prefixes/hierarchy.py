@@ -20,7 +20,7 @@ PrefixTier = Union[MemoryTier, FolderTier]
 
 @dataclass
 class Entry:
-    """Data of a prefix that do not depend on its tier.
+    """Data on a prefix that does not depend on its tier.
 
     Attributes:
         used: time of the last use, in nanoseconds.
@@ -35,14 +35,14 @@ class Entry:
 
 
 class Hierarchy:
-    """Prefixes by name in tiers, the fastest tier first.
+    """Prefixes by name in tiers, fastest tier first.
 
-    At most one memory tier holds a prefix; the folder keeps its copy of a prefix that was read from it. Prefixes that
-    do not fit into a tier move to the next one.
+    At most one memory tier holds a given prefix; the folder keeps its copy of prefixes read from it. Prefixes that do
+    not fit into a tier move to the next one.
 
     Args:
-        folder: tier after them, or None.
-        fingerprint: beginning of the names in the folder that can be used; others only take room there.
+        folder: tier after the memory tiers, or None.
+        fingerprint: beginning of the names in the folder that are usable; others only take up room.
 
     Attributes:
         disk_errors: number of files that could not be read, written or removed, or were damaged.
@@ -58,7 +58,7 @@ class Hierarchy:
         self._clock = 0
 
     def open_folder(self) -> None:
-        """Warns of unusable prefixes, and evicts prefixes if earlier processes had a larger limit."""
+        """Warns about unusable prefixes, and evicts prefixes if earlier processes had a larger limit."""
         folder = self.folder
         if folder is None:
             return
@@ -75,9 +75,9 @@ class Hierarchy:
             self.note_fault("the folder of prefixes cannot be written, they can only be read", error)
 
     def refresh(self) -> None:
-        """Reads which prefixes other processes have added to the folder or removed, and forgets what no tier holds.
+        """Notes prefixes that other processes have added to the folder or removed, and forgets what no tier holds.
 
-        An interrupt, or a device without memory, may have stopped a prefix on its way into a tier.
+        An interrupt or lack of device memory may have stopped a prefix on its way into a tier.
         """
         names: set[str] = set()
         if self.folder is not None:
@@ -91,16 +91,16 @@ class Hierarchy:
         return next((tier for tier in self.tiers if tier.holds(name)), None)
 
     def rank(self, name: str) -> Rank:
-        """Returns the rank of a prefix for eviction, also of another model's prefix."""
+        """Returns the eviction rank of a prefix, which may belong to another model."""
         entry, used = self.entries.get(name), 0 if self.folder is None else self.folder.used(name)
         return Rank(0, used) if entry is None else Rank(entry.score, max(entry.used, used))
 
     def by_rank(self) -> list[str]:
-        """Returns the names of all prefixes, the last one to be evicted first."""
+        """Returns the names of all prefixes, starting with the last to be evicted."""
         return sorted(self.entries, key=self.rank, reverse=True)
 
     def note_use(self, name: str) -> None:
-        """Makes a prefix the most recently used one."""
+        """Marks a prefix as the most recently used."""
         self._clock = max(time.time_ns(), self._clock + 1)
         self.entries[name].used = self._clock
         if self.folder is not None:
@@ -114,7 +114,7 @@ class Hierarchy:
         self.drop_lost([name])
 
     def promote(self, name: str, tier: PrefixTier, snapshot: Snapshot) -> None:
-        """Moves a prefix that was read from `tier`, which is not the first one, into the first tier that takes it."""
+        """Moves a prefix that was read from `tier`, which is not the first, into the first tier that accepts it."""
         if tier is not self.folder:
             # frees its room, which it gets back if it cannot move up
             tier.remove([name])
@@ -128,20 +128,20 @@ class Hierarchy:
                 self._enter(len(self.tiers) - 1, name, tier.get(name))
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes of prefixes by tier and name; none of a folder that cannot be listed, which is reported."""
+        """Returns the bytes of prefixes by tier and name; none for a folder that cannot be listed (reported)."""
         found = {tier.name: tier.sizes() for tier in self.memory}
         if self.folder is not None:
             found[self.folder.name] = {name: self.folder.size(name) for name in self._listed(self.folder)}
         return found
 
     def victims(self, tier: PrefixTier, rank: Rank, cost: int) -> list[str] | None:
-        """Chooses prefixes to evict from a tier for `cost` bytes of one of rank `rank`; None if it may not enter."""
+        """Chooses what to evict from a tier for a prefix of `cost` bytes and rank `rank`; None if it may not enter."""
         sizes = tier.sizes()
         ranks = {held: self.rank(held) for held in sizes}
         return choose_victims(ranks, sizes, rank, sum(sizes.values()) + cost - tier.limit)
 
     def note_fault(self, message: str, error: OSError, say: Callable[[str], None] | None = None) -> None:
-        """Counts an error with files, and says or warns of each kind once, as a full disk would repeat it."""
+        """Counts a file error, and reports each kind only once, as a full disk would keep repeating it."""
         self.disk_errors += 1
         if (message, error.errno) not in self._warned:
             self._warned.add((message, error.errno))
@@ -180,7 +180,7 @@ class Hierarchy:
             return []
 
     def _place(self, name: str, snapshot: Snapshot, first: int) -> None:
-        """Puts a prefix into the first tier from `first` on that takes it, if any."""
+        """Puts a prefix into the first tier, starting at `first`, that accepts it, if any."""
         for depth in range(first, len(self.tiers)):
             if self._enter(depth, name, snapshot):
                 return
@@ -225,27 +225,27 @@ class Hierarchy:
 
 
 def warn(message: str) -> None:
-    """Warns about files, without which the store continues."""
+    """Warns about a problem with files; the store continues without them."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class Requests:
     """Waiting and running requests, and the scores they give to prefixes.
 
-    CaR's score: a request adds 1 to the prefix it will use when it enters the look-ahead window, and 1 to the prefix it
-    uses when it is dispatched. Both are taken back when it is finished.
+    CaR's score: a request adds 1 to the prefix it will use when it enters the look-ahead window, and 1 to the one it
+    uses when it is dispatched. Both are taken back when it finishes.
     """
 
     def __init__(self) -> None:
         # name of each announced prompt, and the prefix whose score it raised
         self._window: list[tuple[str, Entry | None]] = []
         self._running: weakref.WeakKeyDictionary[DiffKVCache, weakref.finalize] = weakref.WeakKeyDictionary()
-        # prefixes of ended requests; scores are changed later, as a cache may be garbage-collected at any moment
+        # prefixes of finished requests; scores change later, as a cache may be garbage-collected at any time
         self._finished: deque[list[Entry | None]] = deque()
 
     def announce(self, window: list[tuple[str, Entry | None]]) -> None:
         """Replaces the look-ahead window."""
-        # one at a time, so that the window has what counts where this is interrupted
+        # one at a time, so that the window matches the scores if this is interrupted
         while self._window:
             _add_to_score(self._window.pop()[1], -1)
         for one in window:
@@ -253,7 +253,7 @@ class Requests:
             _add_to_score(one[1], 1)
 
     def dispatch(self, prompt: str, entry: Entry | None, cache: DiffKVCache) -> None:
-        """Notes that the request named `prompt` runs with `cache`, on the prefix `entry`."""
+        """Notes that the request named `prompt` is running with `cache`, on the prefix `entry`."""
         _add_to_score(entry, 1)
         place = next((i for i, (announced, _) in enumerate(self._window) if announced == prompt), None)
         raised = [entry] if place is None else [entry, self._window.pop(place)[1]]
@@ -269,7 +269,7 @@ class Requests:
         self.settle()
 
     def settle(self) -> None:
-        """Takes back the scores of ended requests."""
+        """Takes back the scores of finished requests."""
         while self._finished:
             for entry in self._finished.popleft():
                 _add_to_score(entry, -1)

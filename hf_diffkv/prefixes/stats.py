@@ -29,7 +29,7 @@ class PrefixEntry:
     Attributes:
         tokens: number of tokens.
         tier: fastest tier that holds it: "device", "host" or "disk".
-        bytes: its size there; for files the whole files.
+        bytes: its size there; for files, their whole size.
         on_disk: whether the folder also has it.
         hits: number of this store's lookups that it answered.
         score: number of announced and running requests for it (CaR).
@@ -48,17 +48,17 @@ class PrefixStats:
     """Statistics of a store since it was made.
 
     Attributes:
-        lookups: number of calls of `lookup`.
+        lookups: number of calls to `lookup`.
         hits: number of calls that found a prefix, by the tier that held it.
         tokens: number of tokens of all prompts looked up.
-        tokens_reused: number of these tokens that were in a prefix and so not computed.
-        bytes_read: bytes that hits, and loading ahead of them, read from each tier.
+        tokens_reused: number of these tokens that were found in a prefix and not recomputed.
+        bytes_read: bytes read from each tier by hits and by loading ahead of them.
         bytes_written: bytes written to each tier.
         loaded_ahead, offloaded: number of prefixes that the thread of `PrefixStore.start` moved up for waiting
             requests, and moved down early.
         disk_errors: number of the folder's files that could not be read, written or removed, or were damaged.
         lookup_seconds: time spent in `lookup`.
-        seconds_per_token: time per token of a prompt, from `PrefixStore.measure`; None before.
+        seconds_per_token: time per prompt token, from `PrefixStore.measure`; None before that.
     """
 
     lookups: int
@@ -75,7 +75,7 @@ class PrefixStats:
 
     @property
     def seconds_saved(self) -> float | None:
-        """Time to compute the reused tokens at the measured speed, less the time of all lookups; None if unmeasured."""
+        """Time to compute the reused tokens at the measured speed, minus that of all lookups; None if unmeasured."""
         if self.seconds_per_token is None:
             return None
         return self.tokens_reused * self.seconds_per_token - self.lookup_seconds

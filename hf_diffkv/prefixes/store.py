@@ -52,32 +52,32 @@ class _Hit(NamedTuple):
 
 
 class PrefixStore:
-    """Stores the caches of requests, so that later requests with the same beginning need not recompute it.
+    """Stores the caches of requests, so that later requests with the same prefix need not recompute it.
 
         store = PrefixStore(model, device_bytes=1 << 30, folder="prefixes")
         cache = store.lookup(input_ids)
         output = model.generate(input_ids, cache=cache)
         store.insert(output, cache)
 
-    A prefix is stored compressed and whole in every tier: pages, windows and counts of one request. `lookup` copies
-    them into a cache that continues as if it had never been stored. A prefix is found by a hash of its tokens, which
-    are then compared. If it does not fit into the device's memory, it goes to the host's, then to the folder. A hit
-    moves it up again.
+    Every tier stores a prefix compressed and whole: the pages, windows and counts of one request. `lookup` copies them
+    into a cache that continues as if it had never been stored. A prefix is found by a hash of its tokens, which are
+    then compared. If it does not fit into device memory, it goes to host memory, then to the folder. A hit moves it
+    back up.
 
-    Eviction is by CaR's score. A request adds 1 to the prefix it will use when `look_ahead` announces it, and 1 when
-    `lookup` dispatches it. Both are taken back when it is finished, that is inserted, or its cache is dropped. The
-    prefix of the lowest score goes first, among equal scores the one used longest ago.
+    Eviction follows CaR's score. A request adds 1 to the score of the prefix it will use when `look_ahead` announces
+    it, and another 1 when `lookup` dispatches it. Both are taken back when it is inserted or its cache is dropped. The
+    prefix with the lowest score is evicted first, then the least recently used one.
 
-    On a CPU, device and host are one tier, "device", with the limits of both. Requests are looked up one at a time
-    (batch of 1). A store may be used from several threads, and its folder by several processes and models at once.
+    On a CPU, device and host form one tier, "device", with the sum of both limits. Requests are looked up one at a time
+    (batch size 1). A store may be used from several threads, and its folder by several processes and models at once.
 
     Args:
-        model: model of the caches. Its weights are sampled once: make a new store after changing them.
-        config: configuration of the caches, or the name of a preset; None takes `DiffKVConfig.for_model`.
-        device_bytes: limit of the prefixes in the memory of all the model's devices together.
-        host_bytes: limit of the prefixes in page-locked memory of the host.
-        folder: folder for prefixes that do not fit into memory, made if missing; None drops them.
-        folder_bytes: limit of the files in the folder, including other models' files; None is unlimited.
+        model: model of the caches. Its weights are sampled only once, so create a new store after changing them.
+        config: configuration of the caches, or the name of a preset; None uses `DiffKVConfig.for_model`.
+        device_bytes: limit on prefixes in device memory, over all of the model's devices.
+        host_bytes: limit on prefixes in page-locked host memory.
+        folder: folder for prefixes that do not fit into memory, created if missing; None drops them.
+        folder_bytes: limit on the files in the folder, including those of other models; None means no limit.
 
     Raises:
         ValueError: `model` is not a model, is tensor-parallel or has offloaded weights; a limit is negative; `folder`
@@ -126,9 +126,9 @@ class PrefixStore:
     def start(self) -> None:
         """Starts a thread that moves prefixes while requests are computed, until `stop`.
 
-        If a memory tier is more than 90 % full, the thread moves down the least recently used prefixes that no request
-        waits for. It moves up the prefixes of announced requests (`look_ahead`), unless it would have to evict
-        prefixes that others wait for. Continuous batching starts it. Failures are logged and leave the prefix in place.
+        When a memory tier is more than 90 % full, the thread moves down the least recently used prefixes that no
+        request is waiting for. It moves up the prefixes of announced requests (`look_ahead`) unless others are waiting
+        for those it would evict. Continuous batching starts it. Failures are logged and leave the prefix in place.
 
         Raises:
             ImportError: the serving package, which has the thread, is not installed.
@@ -140,7 +140,7 @@ class PrefixStore:
         self._background.start()
 
     def stop(self) -> None:
-        """Ends the thread with the last `stop` of as many `start`s, and waits for the current move."""
+        """Ends the thread once `stop` has been called as often as `start`, and waits for the current move."""
         self._background.stop()
 
     def flush(self) -> None:
@@ -154,12 +154,12 @@ class PrefixStore:
 
         Args:
             input_ids: the whole prompt, integers [1, tokens] or [tokens], without padding.
-            content: all outputs of the processor besides the ids, such as {"pixel_values": ...}. It is needed if the
-                prompt has placeholders of images, video or sound. Prefixes beyond the first placeholder are found only
-                for equal content. {} means that there is no content behind placeholders.
+            content: all processor outputs except the ids, such as {"pixel_values": ...}. Needed if the prompt has
+                placeholders for images, video or audio. Prefixes that extend past the first placeholder are found only
+                for equal content. {} means that the placeholders have no content.
 
         Raises:
-            ValueError: several rows, not integers, or placeholders without `content`.
+            ValueError: the ids are not integers, are in several rows, or have placeholders without `content`.
         """
         ids = as_tokens("input_ids", input_ids)
         whole = self._whole(ids, content)
@@ -183,26 +183,25 @@ class PrefixStore:
         return cache
 
     def insert(self, input_ids: Any, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> bool:
-        """Stores the tokens that `cache` holds, one request that may still continue.
+        """Stores the tokens that `cache` holds, those of one request, which may still continue.
 
-        A prefix always contains all tokens of the cache. A cache cannot be cut exactly to fewer tokens, as later tokens
-        have affected the levels of earlier ones. To store a boundary within a prompt, use `prefill` up to it.
+        A prefix always contains all tokens of the cache. A cache cannot be cut back exactly, as later tokens have
+        already affected the levels of earlier ones. To store part of a prompt, use `prefill` with that part.
 
         Args:
-            input_ids: tokens that the model was called with, and possibly more, such as the last one that `generate`
+            input_ids: tokens the model was called with, possibly followed by more, such as the last one that `generate`
                 returned; integers [1, tokens] or [tokens].
-            cache: cache of this store's model and configuration, which may be used further.
+            cache: cache with this store's model and configuration; it stays usable.
             content: content as for `lookup`.
 
         Returns:
-            Whether the store holds the prefix now; False if no tier has room, or only in place of prefixes of higher
-            rank.
+            Whether the store now holds the prefix; False if no tier has room without evicting prefixes of higher rank.
 
         Raises:
-            ValueError: the cache has another model or configuration, several requests, padding, other tokens than those
-                `input_ids` begins with, tokens that may still be taken back, or a layer of Transformers' own that
+            ValueError: the cache has a different model or configuration, several requests, padding, tokens that
+                `input_ids` does not begin with, tokens that may still be taken back, or a Transformers layer that
                 cannot be saved; or there are placeholders without `content`.
-            HandOverError: a forward of the cache stopped halfway.
+            HandOverError: a forward with the cache stopped halfway.
         """
         ids = as_tokens("input_ids", input_ids)
         self._check_kind(cache)
@@ -215,11 +214,11 @@ class PrefixStore:
                 return self._add(name, ids, lambda: take_snapshot(cache, self._weights))
 
     def insert_request(self, input_ids: Any, held: Sequence[Store], others: Mapping[int, Any]) -> bool:
-        """Stores a request of continuous batching, which has only text.
+        """Stores a request of continuous batching, which is text only.
 
         Args:
-            input_ids: token ids of the request, integers [tokens], and possibly more.
-            held: stores with every compressed layer of the model.
+            input_ids: token ids of the request, possibly followed by more, integers [tokens].
+            held: stores that together hold every compressed layer of the model.
             others: Transformers' own layers by index.
 
         Returns:
@@ -247,18 +246,18 @@ class PrefixStore:
     def prefill(self, input_ids: Any, content: Mapping[str, Any] | None = None) -> bool:
         """Computes and stores a prefix that many requests will begin with, such as a system prompt or a document.
 
-        It does nothing if the prefix is stored already. A request that continues it equals one whose prompt was run in
-        these two parts, which with compression differs slightly from one run as a whole.
+        It does nothing if the prefix is already stored. A request that continues it behaves as if its prompt had been
+        run in these two parts, which under compression differs slightly from a single run.
 
         Args:
             input_ids: all tokens of the prefix, integers [1, tokens] or [tokens].
-            content: content as for `lookup`, which the model also gets.
+            content: content as for `lookup`, which is also passed to the model.
 
         Returns:
             Whether the store holds the prefix now.
 
         Raises:
-            ValueError: several rows, not integers, no tokens, or placeholders without `content`.
+            ValueError: the ids are empty, not integers, or in several rows, or have placeholders without `content`.
         """
         ids = as_tokens("input_ids", input_ids)
         if ids.numel() == 0:
@@ -278,19 +277,19 @@ class PrefixStore:
     def look_ahead(
         self, prompts: Sequence[Any], load: bool = True, contents: Sequence[Mapping[str, Any] | None] | None = None
     ) -> list[ExpectedPrefix]:
-        """Announces the next requests, whose prefixes then stay in faster tiers.
+        """Announces upcoming requests so that their prefixes stay in faster tiers.
 
         Args:
-            prompts: all waiting requests that should count, each as for `lookup`. They replace those of the last call;
-                an empty list announces none. A request leaves when it is looked up.
-            load: whether the thread of `start` moves their prefixes into the first tier.
+            prompts: all waiting requests to consider, each as for `lookup`. They replace those of the previous call; an
+                empty list announces none. A request is removed when it is looked up.
+            load: whether the thread started by `start` moves their prefixes into the first tier.
             contents: content of each prompt, as for `lookup`.
 
         Returns:
-            The prefix that each would find now, without reading it.
+            The prefix that each would find now; none is read.
 
         Raises:
-            ValueError: a prompt is invalid for `lookup`, or `contents` has another length; the store is then unchanged.
+            ValueError: a prompt is invalid for `lookup`, or `contents` has another length; the store stays unchanged.
         """
         waiting = [as_tokens("prompts", prompt) for prompt in prompts]
         contents = [None] * len(waiting) if contents is None else contents
@@ -318,7 +317,7 @@ class PrefixStore:
         return self._tiers.folder is not None
 
     def save(self) -> None:
-        """Copies the prefixes in memory into the folder, as far as there is room, so that they outlive the process.
+        """Copies prefixes from memory into the folder, as long as there is room, so that they outlive the process.
 
         Raises:
             ValueError: the store has no folder.
@@ -329,15 +328,15 @@ class PrefixStore:
             self._tiers.save()
 
     def clear(self) -> None:
-        """Removes all prefixes of this model and configuration, also from the folder. Statistics stay."""
+        """Removes all prefixes of this model and configuration, also from the folder, but keeps statistics."""
         with self._session():
             self._tiers.remove(list(self._tiers.entries))
 
     def measure(self, tokens: int = 512) -> float:
-        """Measures the seconds per token of a prompt of `tokens` random tokens, for `stats.seconds_saved`.
+        """Measures the seconds per token for a prompt of `tokens` random tokens, for `stats.seconds_saved`.
 
-        The prompt is computed twice and the second time counts. Attention's share grows with the length, so longer
-        prefixes save more time than estimated.
+        The prompt is computed twice, and the second run counts. Attention takes a growing share of longer prompts, so
+        longer prefixes save more time than estimated.
         """
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
         tokens = max(2, min(tokens, limit - 1))
@@ -387,7 +386,7 @@ class PrefixStore:
         return self.contains(input_ids)
 
     def __iter__(self) -> Iterator[PrefixEntry]:
-        """Iterates over all prefixes, the last one to be evicted first."""
+        """Iterates over all prefixes, starting with the last to be evicted."""
         with self._session():
             sizes = self._tiers.sizes()
             found = []
@@ -410,7 +409,7 @@ class PrefixStore:
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Locks the store within the block, after noting ended requests and changes by other processes."""
+        """Locks the store within the block, and first notes finished requests and changes by other processes."""
         with self._lock, ordinary_tensors():
             self._requests.settle()
             self._tiers.refresh()
@@ -424,7 +423,7 @@ class PrefixStore:
         return f"{self._fingerprint}-{ids.numel()}-{self._whole(ids, content)}"
 
     def _candidates(self, ids: Tensor, content: Mapping[str, Any] | None) -> Iterator[str]:
-        """Yields names of stored prefixes of `ids` that leave a token to compute, the longest first."""
+        """Yields names of stored prefixes of `ids` that leave a token to compute, longest first."""
         lengths = {entry.length for entry in self._tiers.entries.values() if entry.length < ids.numel()}
         for length, found in sorted(self._keys.names(ids, content, lengths).items(), reverse=True):
             name = f"{self._fingerprint}-{length}-{found}"
@@ -488,7 +487,7 @@ class PrefixStore:
         return length
 
     def _compute(self, ids: Tensor, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> None:
-        """Runs the model so that `cache`, which may hold the first tokens of `ids`, holds all of them."""
+        """Runs the model so that `cache`, which may already hold the first tokens of `ids`, holds all of them."""
         ids = ids[None].to(self.model.device)
         given = {**(content or {}), "input_ids": ids, "attention_mask": torch.ones_like(ids), **passing(cache)}
         self.model.generate(**given, max_new_tokens=1, do_sample=False, num_beams=1)

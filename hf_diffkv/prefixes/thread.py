@@ -1,4 +1,4 @@
-"""The thread that moves prefixes while requests are computed, which the serving package has."""
+"""The thread that moves prefixes while requests are computed, which is in the serving package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .hierarchy import Hierarchy, Requests
 
 
 class NoThread:
-    """Stands for the thread of a store before `PrefixStore.start`: it moves nothing."""
+    """Stands in for a store's thread before `PrefixStore.start`, and moves nothing."""
 
     loaded_ahead = offloaded = 0
     bytes_read: Mapping[str, int] = {}

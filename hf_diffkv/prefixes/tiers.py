@@ -1,4 +1,4 @@
-"""Tiers that hold prefixes, in memory of a device or of the host or in a folder, and the choice of evicted prefixes."""
+"""Tiers that hold prefixes, in device memory, host memory or a folder, and the choice of prefixes to evict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BYTES_PER_TENSOR = 256
 
 
 class Rank(NamedTuple):
-    """Rank of a prefix; the lowest is evicted first: the lowest score (`Requests`), then the one used longest ago."""
+    """Rank of a prefix. The lowest is evicted first, by score (`Requests`), then by least recent use."""
 
     score: int
     used: int
@@ -54,12 +54,12 @@ def choose_victims(ranks: dict[str, Rank], sizes: dict[str, int], rank: Rank, mi
 
 
 class MemoryTier:
-    """Snapshots in the memory of a device, or of the host.
+    """Snapshots in the memory of a device or of the host.
 
     Args:
-        limit: bytes it may hold.
+        limit: maximum number of bytes.
         device: device of the tier's snapshots, unless `to_host`.
-        to_host: whether to move snapshots to page-locked memory of the host, from which they load fast.
+        to_host: whether to move snapshots to page-locked host memory, from which they load quickly.
     """
 
     def __init__(self, name: str, limit: int, device: torch.device, to_host: bool = False) -> None:
@@ -115,12 +115,12 @@ class FolderTier:
     """Snapshots in a folder that several threads, processes and models may use at the same time.
 
     Each prefix is a subfolder. It is written under a partial name and then renamed, and renamed to a partial name
-    before it is removed. Changes need the folder's lock, which the system releases when a process is killed. So a
-    subfolder is always complete, and partial names found by the holder of the lock are leftovers. `io` detects damage.
+    before it is removed. Changes need the folder's lock, which the system releases when a process is killed. Subfolders
+    are thus always complete, and partial names found by the lock's holder are leftovers. `io` detects damage.
 
     Args:
-        folder: path of the folder, which is made if missing.
-        limit: total bytes of all prefixes' files in it, including other processes' files.
+        folder: path of the folder, which is created if missing.
+        limit: maximum size of all prefixes' files, including those of other processes.
 
     Raises:
         ValueError: the folder, or one above it, is a file.
@@ -141,11 +141,11 @@ class FolderTier:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Locks the folder for `put` and `remove`. Raises `OSError` if it cannot be written or locked."""
+        """Locks the folder for `put` and `remove`. Raises `OSError` if it is not writable or cannot be locked."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
             for path in self.folder.glob(PARTIAL + "*"):
-                # other names are not the store's
+                # other names do not belong to the store
                 if ENTRY_NAME.fullmatch(path.name.removeprefix(PARTIAL)) and path.is_dir():
                     shutil.rmtree(path)
             yield
@@ -183,7 +183,7 @@ class FolderTier:
             os.utime(self.folder / name, ns=(used, used))
 
     def holds(self, name: str) -> bool:
-        # unlike Path.is_dir it is False for what may not be read
+        # unlike Path.is_dir, this is False for unreadable paths
         return os.path.isdir(self.folder / name)
 
     def cost(self, snapshot: Snapshot) -> int:

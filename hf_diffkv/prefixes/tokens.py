@@ -21,7 +21,7 @@ def as_tokens(name: str, value: Any) -> Tensor:
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        # of a tokeniser's or generate()'s output
+        # such as the output of a tokeniser or generate()
         found = next((field for field in ("input_ids", "sequences") if hasattr(value, field)), None)
         remedy = "tokenise the text first" if found is None else f"pass its {found}"
         raise ValueError(f"{name} is a {type(value).__name__}; it must be token ids: {remedy}.") from error

@@ -1,1 +1,1 @@
-"""Loads models and runs them: generation with two caches side by side, talks, peak memory."""
+"""Loads models and runs them: generation with two caches side by side, conversations, peak memory."""

@@ -14,13 +14,13 @@ from torch import nn
 def quantization_config(weights: str, dtype: torch.dtype, device: str) -> Any:
     """Returns Transformers' configuration for `from_pretrained`.
 
-    Products with weights of 4 bits are computed in the dtype of the model. In float32, which is Transformers' choice,
-    they take longer, but for CPUs that have no instructions for the dtype.
+    Products with 4-bit weights are computed in the model's dtype. In float32, which is Transformers' choice, they take
+    longer, except on CPUs that lack instructions for the dtype.
     """
     from bitsandbytes.functional import has_avx512bf16
     from transformers import BitsAndBytesConfig
 
-    # it says of each product with weights in 8 bits that inputs are cast to float16
+    # it reports for each product with 8-bit weights that inputs are cast to float16
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     if weights == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -30,11 +30,11 @@ def quantization_config(weights: str, dtype: torch.dtype, device: str) -> Any:
 
 
 def settle(model: Any) -> None:
-    """Brings a model on a CPU into the form in which it runs, and gives memory back that quantising took.
+    """Brings a model on a CPU into its final form, and gives back the memory that quantising took.
 
-    - Weights that stayed in 16 bits are copied: they are parts of a mapped file, of which all that was read stays in
-      memory with them.
-    - With AVX512-BF16, bitsandbytes arranges weights of 4 bits at their first product, which takes several times their
+    - Weights left in 16 bits are copied, as they are parts of a mapped file and keep all that was read from it in
+      memory.
+    - With AVX512-BF16, bitsandbytes rearranges 4-bit weights at their first product, which takes several times their
       size, and a large output head gets 4 bits as well (output_head.py).
     """
     from bitsandbytes.functional import has_avx512bf16
@@ -55,7 +55,7 @@ def settle(model: Any) -> None:
 
 
 def give_back_memory() -> None:
-    """Gives freed memory back to the system, where the C library can."""
+    """Gives freed memory back to the system, if the C library can."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

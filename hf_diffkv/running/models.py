@@ -1,4 +1,4 @@
-"""Resolves short names of models to Hub ids or local copies, and loads models."""
+"""Resolves short model names to Hub ids or local copies, and loads models."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _is_path(name: str) -> bool:
 
 
 def missing(name: str) -> str:
-    """Returns the beginning of the error for a name that may have been meant as a folder, or an empty text."""
+    """Returns the beginning of the error for a name that may have been meant as a folder, or an empty string."""
     owner, slash, _ = name.partition("/")
     if Path(name).is_dir():
         return ""
@@ -99,7 +99,7 @@ def load_model(
     Args:
         name: Hub id, folder or short name.
         dtype: "auto" or the name of a PyTorch dtype.
-        device: device of the model; None takes a GPU if there is one.
+        device: device of the model; None uses a GPU if there is one.
         weights: one of `WEIGHTS`, or None for the weights as saved.
 
     Raises:
@@ -124,11 +124,11 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
     Args:
         path: folder or Hub id.
         dtype: "auto" or the name of a PyTorch dtype.
-        weights: one of `WEIGHTS`, for which bitsandbytes quantises the weights while they are loaded; None keeps them.
-            With "4bit" a large output head on a CPU gets 4 bits as well (output_head.py).
+        weights: one of `WEIGHTS`, to which bitsandbytes quantises the weights as they are loaded; None keeps them. With
+            "4bit", a large output head on a CPU gets 4 bits as well (output_head.py).
 
     Raises:
-        ValueError: the weights are quantised already.
+        ValueError: the weights are already quantised.
         ImportError: bitsandbytes is missing.
         OSError: a file of the weights is missing or damaged.
     """

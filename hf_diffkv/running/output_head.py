@@ -1,7 +1,7 @@
-"""An output head for CPUs: all logits by weights of 4 bits, the largest of them by exact weights.
+"""An output head for CPUs: all logits from 4-bit weights, the largest of them from exact weights.
 
-bitsandbytes leaves output heads in 16 bits. With few layers and a large vocabulary, reading such a head takes a
-fifth to a third of a step on a CPU.
+bitsandbytes leaves output heads in 16 bits. With few layers and a large vocabulary, reading such a head takes a fifth
+to a third of a decode step on a CPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch.nn import functional
 
 from ..heads.recognition import state_of
 
-# logits computed by exact weights; more hardly change the distribution (docs/notes/quality-studies.md)
+# logits computed with exact weights; more hardly change the distribution (docs/notes/quality-studies.md)
 CANDIDATES = 1024
 # in a smaller vocabulary there is little to save
 SMALLEST_VOCABULARY = 16 * CANDIDATES
-# rows that bitsandbytes arranges at once, for which it unpacks them to integers of 32 bits
+# rows that bitsandbytes rearranges at once, for which it unpacks them to 32-bit integers
 PART_ROWS = 16384
-# of bitsandbytes: elements with one scale, of which a row has whole ones, and rows in a block
+# from bitsandbytes: elements per scale, which must divide a row, and rows per block
 SCALED_ELEMENTS, BLOCK_ROWS = 64, 32
 
 
 class FourBitHead(nn.Linear):
-    """Output head that multiplies one hidden state with weights in 4 bits, then its candidates with exact weights.
+    """Output head that multiplies one hidden state by 4-bit weights, then by the candidates' exact weights.
 
-    Its parameters are those of the head that it replaces, so tied embeddings stay tied and saved models stay the same.
-    Several hidden states at once, gradients and other devices take the exact weights.
+    It keeps the parameters of the head that it replaces, so tied embeddings stay tied and saved models stay the same.
+    Several hidden states at once, gradients and other devices use the exact weights.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -40,7 +40,7 @@ class FourBitHead(nn.Linear):
 
     def _quantise(self) -> None:
         parts = self.weight.detach().split(PART_ROWS)
-        # within a tuple they are no modules of the model, which saves and moves exact weights alone
+        # in a tuple they are not registered as modules, so that only exact weights are saved and moved
         self._rough = tuple(map(_in_4_bits, parts))
         self._made_from = state_of(self.weight)
 
@@ -61,7 +61,7 @@ class FourBitHead(nn.Linear):
 
 
 def _in_4_bits(weight: Tensor) -> nn.Module:
-    """Returns a layer with a copy of rows, [rows, in_features], in 4 bits, and rows of zeros up to a whole block."""
+    """Returns a layer with a 4-bit copy of rows, [rows, in_features], padded with zeros to a whole block."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     padded = functional.pad(weight, (0, 0, 0, -len(weight) % BLOCK_ROWS))
@@ -74,7 +74,7 @@ def _in_4_bits(weight: Tensor) -> nn.Module:
 
 @torch.no_grad()
 def arrange(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Arranges the weights of a layer of bitsandbytes for CPUs with AVX512-BF16, as its first product does."""
+    """Rearranges the weights of a bitsandbytes layer for CPUs with AVX512-BF16, as its first product would."""
     layer(torch.zeros(1, layer.in_features, dtype=dtype))
 
 
@@ -84,8 +84,8 @@ def quantize_head(model: Any) -> bool:
     bitsandbytes must be installed.
 
     Returns:
-        Whether the head was replaced: it must be a plain `nn.Linear` on a CPU, with a vocabulary of at least 16,384 and
-        rows of a multiple of 64 elements, and the processor must have AVX512-BF16, without which bitsandbytes unpacks
+        Whether the head was replaced. It must be a plain `nn.Linear` on a CPU, with a vocabulary of at least 16,384 and
+        a multiple of 64 elements per row, and the processor must have AVX512-BF16, without which bitsandbytes unpacks
         all weights at every step.
     """
     from bitsandbytes.functional import has_avx512bf16

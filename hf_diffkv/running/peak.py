@@ -17,8 +17,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Peak memory from the creation of this object until `read`.
 
-    On CUDA it is the peak of PyTorch's allocations on the device plus the peak of memory that caches mapped themselves.
-    Elsewhere it is the resident memory of the whole process, so the measurement needs a separate process.
+    On CUDA, it is the peak of PyTorch's allocations on the device plus the peak of memory that caches mapped
+    themselves. Elsewhere, it is the resident memory of the whole process, so it needs a separate process.
 
     Attributes:
         base: bytes at the start; None if the platform cannot tell.

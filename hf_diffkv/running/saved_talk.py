@@ -14,7 +14,7 @@ TALK_NAME = "talk.json"
 
 
 def write_talk(folder: Path, model: str, ids: Sequence[int], first: str | None) -> None:
-    """Writes the token ids of a conversation, the last one included, and its first message."""
+    """Writes the token ids of a conversation, including the last, and its first message."""
     state = {"model": model, "ids": list(ids), "first": first}
     save_text(json.dumps(state) + "\n", folder / TALK_NAME)
 

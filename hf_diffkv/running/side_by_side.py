@@ -47,15 +47,15 @@ EXPECTED_ERRORS = (
     *NO_MEMORY,
     NotImplementedError,
     HandOverError,
-    # of what a model or its weights need and nobody has installed
+    # for missing packages that a model or its weights need
     ImportError,
 )
 WARM_UP_TOKENS = 3
-# number of characters of a prompt's end that are printed before its answer
+# number of final characters of a prompt printed before its answer
 ECHOED = 60
-# exit code of a process that SIGPIPE ended, as shells report it
+# exit code of a process ended by SIGPIPE, as shells report it
 BROKEN_PIPE = 141
-# exit code of a process that SIGTERM ended
+# exit code of a process ended by SIGTERM
 TERMINATED = 128 + signal.SIGTERM
 # Ctrl-C reaches both processes; the waiting one reports it, this one ends silently
 NEW_PROCESS = (
@@ -79,10 +79,10 @@ class Job:
         max_new_tokens: maximum number of tokens generated per turn.
         config: fields for `DiffKVCache(model, config)` (DiffKV only).
         system: system message of a chat; None leaves it to the template.
-        sampling: further arguments of `generate()`, used if `sample` is True.
+        sampling: additional arguments of `generate()`, used if `sample` is True.
         picture: path of a plot of the levels; None for no plot.
         stream: whether to print the text to stdout while it is generated.
-        echo: whether to also print the user's text; else newlines separate the answers.
+        echo: whether to also print the user's text; otherwise newlines separate the answers.
         start: `ids` and `first` of a conversation to continue, as in `Talk`; empty to begin one.
         load_cache: folder of a saved cache that has seen these ids (DiffKV only; others read them again).
         save_cache: folder to save the cache and the conversation to (DiffKV only).
@@ -123,10 +123,10 @@ class FinishedRun:
         dense_bytes: memory of a dense cache of the same tokens (DiffKV only).
         payload_bytes: bytes of codes and window alone (DiffKV only).
         peak_bytes: peak memory of the process or device; None if the platform cannot tell.
-        above_model_bytes: peak memory less the memory of the loaded model; None if the platform cannot tell.
+        above_model_bytes: peak memory minus the memory of the loaded model; None if the platform cannot tell.
         peak_source: description of the kind of measurement.
         prompt_seconds: time to the first token of the first turn.
-        tokens_per_second: decoding speed, without the first token of each turn; None if there were no others.
+        tokens_per_second: decoding speed, not counting the first token of each turn; None if there were no others.
         levels: number of tokens by level over layers, heads and requests (DiffKV only).
         layers: token counts per layer and head (DiffKV only).
         num_layers: number of layers of the cache, compressed or not.
@@ -159,7 +159,7 @@ def run_in_fresh_process(job: Job) -> FinishedRun:
 
     Raises:
         RunError: the run failed for a reason that a user can act on, or the process died.
-        BrokenPipeError: nobody reads stdout any more.
+        BrokenPipeError: the reader of stdout has gone away.
     """
     with tempfile.TemporaryDirectory() as folder:
         job_path, run_path = Path(folder, "job.json"), Path(folder, "run.json")
@@ -222,7 +222,7 @@ def execute(job: Job) -> FinishedRun:
     _warm_up(model, prompt, job)
     peak = PeakMemory(torch.device(job.device))
     streamer = _TimedStreamer(tokenizer, job)
-    # only now, as progress bars and the log come before
+    # only now, so that progress bars and the log come first
     streamer.say(f"... {job.turns[0][-ECHOED:]}" + ("\n" if job.chat else ""))
     torch.manual_seed(job.seed)
     options = {"max_new_tokens": job.max_new_tokens, "do_sample": job.sample, **(job.sampling if job.sample else {})}
@@ -260,7 +260,7 @@ def _new_cache(model: Any, job: Job) -> Any:
 
 
 def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
-    """Runs first calls, which set up kernels and thread pools, outside the measured time."""
+    """Makes the first calls, which set up kernels and thread pools, outside the measured time."""
     cache = _new_cache(model, job)
     config = cache.config if job.cache == DIFFKV else DiffKVConfig()
     window = config.window + config.sinks

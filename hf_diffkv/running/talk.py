@@ -15,8 +15,8 @@ ANSWER = "(answer)"
 def chat_turns(tokenizer: Any, messages: Sequence[str], system: str | None = None) -> list[str]:
     """Returns the text to append before each answer.
 
-    It is the first message with everything that the template adds, then for each further message the end of the
-    previous answer and the message.
+    The first text is the first message with all that the template adds; each later one is the end of the previous
+    answer and the next message.
 
     Special tokens are written out, so the text must be tokenised without adding any.
 
@@ -45,7 +45,7 @@ class Talk:
     """A conversation with a model on one cache, turn by turn.
 
     Args:
-        cache: empty cache, or one that has seen all of `ids` but the last.
+        cache: empty cache, or one that has seen all of `ids` except the last.
         chat: whether turns are messages for the tokenizer's chat template, instead of text to continue.
         system: system message of a chat (`chat_turns`).
         ids: token ids to continue from.
@@ -74,14 +74,14 @@ class Talk:
         messages = [text] if self.first is None else [self.first, text]
         turn = chat_turns(self.tokenizer, messages, self.system)[-1]
         added = self.tokenizer(turn, add_special_tokens=False).input_ids
-        # the model may have ended its answer by itself
+        # the model may have ended its answer itself
         ended = self.ids.numel() and added and int(self.ids[0, -1]) == added[0]
         return added[1:] if ended else added
 
     def answer(self, text: str, **options: Any) -> list[int]:
         """Returns the token ids that the model generates after the turn `text`.
 
-        After an error the conversation is unchanged. It cannot go on if the cache `is_ahead` of it.
+        After an error, the conversation is unchanged, but it cannot continue if the cache `is_ahead` of it.
 
         Raises:
             ValueError: raised by `chat_turns`, or by `generate()`.

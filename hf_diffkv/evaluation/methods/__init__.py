@@ -14,7 +14,7 @@ from .base import HeldBytes, Method
 METHODS: Registry[Callable[[list[str]], Method]] = Registry("method", __name__)
 # decorator for the function that builds the methods of a family, called with its name
 method = METHODS.add
-# methods of a checkout's scripts
+# methods of scripts in a checkout
 ELSEWHERE = dict.fromkeys(("kvpress", "llama-cpp"), "benchmarks/quality/peers.py")
 
 

@@ -19,9 +19,9 @@ class HeldBytes:
     """Memory of one cache.
 
     Attributes:
-        bytes: memory really held, including metadata, scores, tables and slack.
+        bytes: memory actually held, including metadata, scores, tables and slack.
         payload_bytes: bytes of codes and uncompressed tokens alone; None if the method cannot tell.
-        simulated: whether `bytes` is computed from the kept tokens instead of measured.
+        simulated: whether `bytes` is computed from the kept tokens rather than measured.
         levels: number of tokens by level over all layers and heads; None if the method has no levels.
     """
 
@@ -35,21 +35,21 @@ class Method(ABC):
     """A KV cache method."""
 
     label: str = ""
-    # environment of packages with `name` and `run`, if it cannot run in this one (benchmarks/quality/isolated.py)
+    # package environment with `name` and `run`, if it cannot run in this one (benchmarks/quality/isolated.py)
     environment: Any = None
-    # whether one cache can hold several left-padded documents, each as if it were alone
+    # whether one cache can hold several left-padded documents, each treated as if alone
     batches = False
     # whether several texts may be run at once, separated by a mask (`Session.ask`)
     asks_at_once = True
-    # further distributions whose versions affect its figures
+    # other distributions whose versions affect its figures
     packages: tuple[str, ...] = ("transformers",)
 
     @abstractmethod
     def new_cache(self, model: Any) -> Any:
-        """Makes an empty cache for `model`. Raises an error if the model does not work with it."""
+        """Makes an empty cache for `model`. Raises an error if it does not support the model."""
 
     def decided_by(self, model: Any) -> dict[str, Any]:
-        """Returns settings that `label` leaves to the model or to its files, ready for JSON.
+        """Returns settings that `label` leaves to the model or its files, ready for JSON.
 
         Raises:
             ValueError, OSError: the method cannot be used with the model.
@@ -76,7 +76,7 @@ class Method(ABC):
 
 
 def branched(layer: Any) -> Any:
-    """Copies a layer of Transformers' dynamic caches so that it can continue without changing `layer`."""
+    """Copies a layer of Transformers' dynamic caches so that the copy can continue without changing `layer`."""
     # these layers replace their tensors and never write into them; layers with a state do
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)
 
@@ -84,7 +84,7 @@ def branched(layer: Any) -> Any:
 def tensor_bytes(root: Any) -> int:
     """Returns the bytes of all distinct tensors reachable from `root` by attributes, containers and tensor subclasses.
 
-    A view counts with all memory that it keeps alive. Views of sliding-window layers count only with their own size, as
+    A view counts as all the memory that it keeps alive. Views in sliding-window layers count only as their own size, as
     the next forward frees the rest.
     """
     storages: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """Methods for Transformers' `DynamicCache`: `dense`, with which others are compared, and `dense:float32`.
 
-`dense:float32` runs the same weights in float32. Its divergence from `dense` is what the model's own dtype changes.
+`dense:float32` runs the same weights in float32. Its divergence from `dense` is the effect of the model's own dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DenseMethod(Method):
 
 
 class Float32Method(DenseMethod):
-    """Method with the uncompressed cache of the model in float32, which it is for each forward."""
+    """Method with the uncompressed cache of the model in float32, to which it is converted for each forward."""
 
     def new_cache(self, model: Any) -> Any:
         if getattr(model, "is_quantized", False):

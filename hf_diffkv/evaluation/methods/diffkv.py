@@ -1,18 +1,18 @@
 """Methods for this library's cache: `diffkv`, `diffkv:K8V4`, `diffkv:3/0.02`, `diffkv:K6V4/K4V2+window=128`.
 
-Without options the configuration is that of `DiffKVConfig.for_model`. Options are:
+Without options, the configuration is that of `DiffKVConfig.for_model`. The options are:
 
 - `KxVy`: one precision for all tokens;
 - `KxVy/KxVy`: precisions of the high and the low level;
 - two numbers: `alpha_high/alpha_low`;
 - `lossless`, `paper`: configurations of that name;
-- `quality`, `balanced`, `small`: presets, which stand for ratios if the model's heads were measured;
+- `quality`, `balanced`, `small`: presets, which stand for ratios if the model's heads have been measured;
 - `target_ratio=0.2`: another ratio;
 - `config=NAME`: a configuration in a folder or on the Hub, for example from `hf-diffkv calibrate`;
-- `field=value`: a field of `DiffKVConfig`, with the value as in JSON.
+- `field=value`: a field of `DiffKVConfig`, with a JSON value.
 
-Other policies on the same pages are methods too, such as `leankv:high_cut=0.3`. Their options are those of the policy
-and of `diffkv`. By default they keep no exact sinks.
+Other policies on the same pages are methods too, such as `leankv:high_cut=0.3`. They take the options of the policy and
+of `diffkv`. By default, they keep no exact sinks.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _digest(content: bytes) -> str:
 
 
 def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
-    """Parses options to fields of `DiffKVConfig` and the name of the class method to start from."""
+    """Parses options into fields of `DiffKVConfig` and the name of the class method to start from."""
     fields: dict[str, Any] = {}
     base = None
     for option in options:
@@ -145,7 +145,7 @@ def _saved(name: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parses the value of an option as a precision or JSON; else returns the text."""
+    """Parses the value of an option as a precision or JSON; otherwise returns the text."""
     if PRECISION_NAME.fullmatch(text):
         return Precision.parse(text)
     try:

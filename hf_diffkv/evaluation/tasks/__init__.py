@@ -1,4 +1,4 @@
-"""Tasks to evaluate methods on, one small file each. A module registers a class without arguments."""
+"""Tasks to evaluate methods on, one small file each. Each module registers classes that take no arguments."""
 
 from __future__ import annotations
 

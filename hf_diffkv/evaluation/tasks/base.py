@@ -43,8 +43,8 @@ class Source:
     """Settings from which documents are made.
 
     Attributes:
-        length: number of tokens of a prompt; None takes the task's own.
-        max_new_tokens: number of tokens that a task generates; None takes the task's own.
+        length: number of tokens of a prompt; None uses the task's own.
+        max_new_tokens: number of tokens that a task generates; None uses the task's own.
     """
 
     tokenizer: Any
@@ -58,16 +58,16 @@ class Task(ABC):
     """A task: makes documents and measures a method on them."""
 
     name: str = ""
-    # names of groups of tasks for commands; tasks of "offline" take little time
+    # names of task groups for commands; tasks in "offline" take little time
     suites: tuple[str, ...] = ("offline",)
-    # default number of documents, and of tokens of a prompt
+    # default number of documents, and of tokens per prompt
     count = 4
     length: int | None = 1600
     metrics: tuple[Metric, ...] = ()
 
     @abstractmethod
     def documents(self, source: Source) -> list[Document]:
-        """Makes `source.count` documents, the same ones for the same source. Raises `EvaluationError`."""
+        """Makes `source.count` documents, always the same ones for the same source. Raises `EvaluationError`."""
 
     @abstractmethod
     def measure(self, session: Session, document: Document, reference: Any) -> tuple[Sums, Any, dict[str, Any]]:
@@ -75,9 +75,9 @@ class Task(ABC):
 
         Args:
             session: session with an empty cache.
-            reference: observations of this document with the dense cache; None for the dense cache itself.
+            reference: observations on this document with the dense cache; None for the dense cache itself.
 
         Returns:
-            Sums of the task's metrics; observations, with which later methods are compared; and details for the record,
-            with the `HeldBytes` as "held".
+            Sums of the task's metrics; observations to compare later methods with; and details for the record,
+            including the `HeldBytes` as "held".
         """

@@ -1,4 +1,4 @@
-"""Tasks that hide facts in filler text and ask for them after the prompt was cached and compressed."""
+"""Tasks that hide facts in filler text and ask for them once the prompt is cached and compressed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ AskedFacts = tuple[list[str], list[tuple[str, str]]]
 
 
 class AskingTask(Task):
-    """Task that asks every question on a branch of the cache with the prompt.
+    """Task that asks each question on a branch of the cache that holds the prompt.
 
     The expected answer is teacher-forced after its question in one forward. It counts as right if each of its tokens is
-    the most likely one, so that greedy decoding would generate it. `right` counts only answers that the dense cache
-    gets right. KL and top-1 agreement are over all positions of all answers.
+    the most likely one, meaning that greedy decoding would generate it. `right` counts only answers that the dense
+    cache gets right. KL and top-1 agreement are over all positions of all answers.
     """
 
     metrics = (RIGHT, KL, TOP1)
@@ -68,10 +68,10 @@ def _answer_in_turn(session: Session, document: Document) -> list[Tensor]:
 
 
 class FactsTask(AskingTask):
-    """Task with facts stated once; a question repeats the beginning of a fact, and the answer is the rest."""
+    """Task with facts stated once; a question repeats the beginning of a fact, and its answer is the rest."""
 
     count = 2
-    # whether the text states the facts in their order
+    # whether the text states the facts in order
     ordered = False
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Dictionary(FactsTask):
 
 
 def passage(rng: random.Random) -> tuple[str, str]:
-    """Draws the beginning of a passage, and its rest."""
+    """Draws the beginning and the rest of a passage."""
     first, second, place = distinct(rng, 3)
     one, two = rng.sample(NAMES, 2)
     thing, other = rng.sample(OBJECTS, 2)
@@ -132,7 +132,7 @@ def passage(rng: random.Random) -> tuple[str, str]:
 
 @task("passage")
 class Passage(FactsTask):
-    """Passages word for word; one is right if all of its forty-odd tokens are."""
+    """Passages to repeat word for word; one is right only if all of its forty-odd tokens are."""
 
     def facts(self, rng: random.Random) -> AskedFacts:
         passages = [passage(rng) for _ in range(PASSAGES)]
@@ -141,7 +141,7 @@ class Passage(FactsTask):
 
 
 class AskedAtTheEnd(FactsTask):
-    """Task that asks for one fact at the end of the prompt, the case that methods that drop tokens are made for."""
+    """Task that asks for one fact at the end of the prompt, the case for which token-dropping methods are made."""
 
     suites = ()
     count = 24
@@ -163,7 +163,7 @@ class KeyValueAsked(AskedAtTheEnd, KeyValue):
 
 @task("city-asked")
 class CityAsked(AskedAtTheEnd):
-    """`Maria lives in Oslo.` on a separate line, with an answer of one word."""
+    """`Maria lives in Oslo.` on a separate line, with a one-word answer."""
 
     def facts(self, rng: random.Random) -> AskedFacts:
         asked = [
@@ -186,7 +186,7 @@ class PassageAsked(AskedAtTheEnd, Passage):
 
 @task("updates")
 class Updates(FactsTask):
-    """Values that change: `By now Maria lives in Oslo.`, later `By now Maria lives in Lima.`; asks for the last one."""
+    """Values that change: `By now Maria lives in Oslo.`, later `By now Maria lives in Lima.`; asks for the last."""
 
     ordered = True
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import EvaluationError
 from .base import Source
 
-# spare tokens, as joined sentences may have more tokens
+# spare tokens, as sentences may have more tokens once joined
 SLACK = 8
 
 ONSETS = tuple("b br d dr f fl g gr k l m n p pl r s st t tr v z".split())
@@ -58,7 +58,7 @@ OBJECTS = (
 
 
 def invented_word(rng: random.Random) -> str:
-    """Draws a word of two syllables that is hardly English."""
+    """Draws a two-syllable word that is unlikely to be English."""
     return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)) + rng.choice(ENDINGS)
 
 
@@ -83,7 +83,7 @@ def encode(tokenizer: object, text: str) -> tuple[int, ...]:
 
 
 def rng_for(source: Source, task: str, index: int) -> random.Random:
-    """Makes the random generator of one document, independent of the order in which documents are made."""
+    """Makes the random generator for one document, independent of the order in which documents are made."""
     return random.Random(f"{source.seed}/{task}/{index}")
 
 

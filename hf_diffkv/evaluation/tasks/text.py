@@ -1,4 +1,4 @@
-"""Tasks with real text: a compressed prompt, then its continuation at once, or a long generation."""
+"""Tasks on real text: a compressed prompt, then its continuation in one forward or a long generation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STEPS, QUARTERS = 200, 4
 BY_QUARTER = tuple(Metric(f"kl_{part}", f"KL, quarter {part}", False, digits=4) for part in range(1, QUARTERS + 1))
 # remedy for a text that is too short
 REMEDY = "lower --length or --documents, or give a longer text where you choose it"
-# least characters of a topic that is used as a text
+# minimum characters of a topic used as a text
 LONG_TOPIC = 4000
 
 
 def texts() -> list[str]:
-    """Returns chapters of Python's language reference, which every Python includes."""
+    """Returns chapters of Python's language reference, which ships with every Python."""
     topics = pydoc_data.topics.topics
     return [topics[name] for name in sorted(topics) if len(topics[name]) >= LONG_TOPIC]
 
@@ -44,7 +44,7 @@ def stretches(
     """Cuts the joined pieces into consecutive documents.
 
     Args:
-        pieces: texts, of which no more are read than needed.
+        pieces: texts, read only as far as needed.
         length, continued: number of tokens of each prompt, and of its continuation.
         remedy: advice in the error for a text that is too short.
 
@@ -56,7 +56,7 @@ def stretches(
     ids: list[int] = []
     found: list[Document] = []
     for piece in pieces:
-        # a piece may be longer than the model's maximum, of which the tokenizer would warn
+        # a piece may exceed the model's maximum length, which the tokenizer would warn about
         ids += tokenizer(piece + "\n\n", add_special_tokens=False, verbose=False).input_ids
         while len(ids) >= size and len(found) < count:
             prompt, rest = (*start, *ids[: size - continued]), tuple(ids[size - continued : size])
@@ -109,7 +109,7 @@ class Trajectory(Task):
         ids: list[int] = [] if reference is None else reference["ids"]
         for step in range(steps):
             if reference is None:
-                # greedy decoding runs into loops, which are uninformative
+                # greedy decoding falls into loops, which are uninformative
                 ids.append(int(torch.multinomial(logits[-1].float().softmax(-1).cpu(), 1, generator=generator)))
             logits.append(session.forward([ids[step]])[-1])
         held = session.held()
