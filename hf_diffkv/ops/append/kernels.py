@@ -68,7 +68,7 @@ def append_kernel(
         sink_end: int64 [batch] or None.
         query: [batch, query_heads, KEY_DIM], with the strides given, or None.
         held_query: rotated query, contiguous [batch, query_heads, KEY_DIM].
-        key_matrix, value_matrix: rotations; both or none.
+        key_matrix, value_matrix: rotations; both or neither.
         offset: float32 [rows, KEY_DIM] or None.
     """
     batch = tl.program_id(0).to(tl.int64)

@@ -14,7 +14,7 @@ MOST_BITS = tl.constexpr(LARGEST_BITS)
 
 @triton.jit
 def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
-    """Returns scale and zero point, float32, of groups with smallest and largest elements `low` and `high`."""
+    """Returns the float32 scale and zero point of groups with smallest and largest elements `low` and `high`."""
     LEVELS: tl.constexpr = 2**BITS - 1
     if METADATA == 2:
         return scale_and_zero(narrow_metadata(low, high, BITS), BITS)
@@ -124,7 +124,7 @@ def round_tile(x, dim, exists, matrix, TIER: tl.constexpr):
 def round_for_tier(x, matrix, TIER: tl.constexpr):
     """Returns a tile of keys of a tier (`tier_dims`) rounded for quantisation.
 
-    `matrix` has pointers to the first row of the feedback of each key's row, one or [tokens, 1, 1].
+    `matrix` holds pointers to the first row of the feedback of each key's row: one, or [tokens, 1, 1].
     """
     dim, exists = tier_dims(TIER, True)
     return round_tile(x, dim, exists, matrix + dim, TIER)

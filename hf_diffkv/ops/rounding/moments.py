@@ -1,4 +1,4 @@
-"""Second moments of queries, and the feedback by which keys are rounded for them, in plain PyTorch."""
+"""Second moments of queries, and the feedback that rounds keys for them, in plain PyTorch."""
 
 from __future__ import annotations
 
