@@ -1,4 +1,4 @@
-"""Binding of the native library: loads it, calls it, and mirrors the structs of `abi.h`, where they are documented."""
+"""Binding to the native library: loads it, calls it, and mirrors the structs of `abi.h`, where they are documented."""
 
 from __future__ import annotations
 
