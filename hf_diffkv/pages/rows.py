@@ -55,7 +55,7 @@ class PageTable:
 
         Args:
             tokens: number of tokens that a row must be able to store.
-            capacity: tokens per page, the smaller of both tiers.
+            capacity: tokens per page, the smaller number of the two tiers.
             high_pages: number of entries in use on the left of each row, int [layers, batch, heads].
         """
         needed = -(-tokens // capacity) + 2
@@ -92,7 +92,7 @@ class LayerRows:
         window_score: significance sums of exact tokens, float32 [batch, heads, slots].
         window_start, length, sink_end: bounds of the windows, int64 [batch]; they hold the tokens [0, sink_end) and
             [window_start, length).
-        sink_slots: number of a window's slots reserved for sinks.
+        sink_slots: window slots reserved for sinks.
         key_offset: offset subtracted from keys, [batch, heads, key_dim] in the compute dtype; [batch, heads, 0] without
             one.
         alpha_high, alpha_low: relative thresholds (DiffKV, section 4.2), float32 [batch, heads].
@@ -140,7 +140,7 @@ class LayerRows:
 
     @property
     def slots(self) -> int:
-        """Number of slots in a window, sinks included."""
+        """Number of slots in a window, including sinks."""
         return self.window_key.shape[2]
 
     @property
@@ -189,11 +189,11 @@ class LayerRows:
         return held_count(self.window_start, self.length, self.sink_end)
 
     def slots_of(self, row: Tensor, token: Tensor) -> Tensor:
-        """Returns the window slots of exact tokens, given row and index of each, int64 [n]."""
+        """Returns the window slots of exact tokens, given the row and index of each, int64 [n]."""
         return slots_of(token, self.sink_end[row // self.heads], self.sink_slots, self.slots)
 
     def exact_tokens(self) -> tuple[Tensor, Tensor]:
-        """Returns row and index of each exact token, int64 [n] each, sorted by row, then index."""
+        """Returns the row and index of each exact token, int64 [n] each, sorted by row, then index."""
         start, end = self.window_start, self.sink_end
         count = self.held_count().repeat_interleave(self.heads)
         row = torch.repeat_interleave(torch.arange(count.numel(), device=self.device), count)
@@ -252,7 +252,7 @@ class KeptRows:
 
     Args:
         layout: layout of the pages.
-        sink_slots: number of a window's slots reserved for sinks.
+        sink_slots: window slots reserved for sinks.
         held: pool, page table, `invalid` and the tensors of `ROW_STATE`; all tensors but `invalid` are
             [layers, batch, ...].
 
@@ -331,8 +331,8 @@ def slots_of(position: Tensor, sink_end: Tensor | None, sink_slots: int, slots: 
     Args:
         position: index of each token, int64.
         sink_end: end of the sinks, int64, broadcastable to `position`; None without sinks.
-        sink_slots: number of a window's slots reserved for sinks.
-        slots: number of a window's slots.
+        sink_slots: window slots reserved for sinks.
+        slots: slots in a window.
     """
     slot = sink_slots + position % (slots - sink_slots)
     return slot if sink_end is None else torch.where(position < sink_end, position, slot)
@@ -342,9 +342,9 @@ def held_tokens(start: Tensor, length: Tensor, sink_end: Tensor | None, sink_slo
     """Returns the token in each window slot, int64 [..., slots], -1 for none.
 
     Args:
-        start, length, sink_end: bounds of the windows, int64 [...]; `sink_end` None without sinks.
-        sink_slots: number of a window's slots reserved for sinks.
-        slots: number of a window's slots.
+        start, length, sink_end: bounds of the windows, int64 [...]; `sink_end` is None without sinks.
+        sink_slots: window slots reserved for sinks.
+        slots: slots in a window.
     """
     start, length = start[..., None], length[..., None]
     ring = torch.arange(slots - sink_slots, device=length.device)
@@ -361,7 +361,7 @@ def held_count(start: Tensor, length: Tensor, sink_end: Tensor | None) -> Tensor
     """Returns the number of tokens in each window, int64.
 
     Args:
-        start, length, sink_end: bounds of the windows, int64, broadcastable; `sink_end` None without sinks.
+        start, length, sink_end: bounds of the windows, int64, broadcastable; `sink_end` is None without sinks.
     """
     ring = (length - start).clamp(min=0)
     return ring if sink_end is None else ring + torch.minimum(length, sink_end)
