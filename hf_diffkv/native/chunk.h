@@ -227,7 +227,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
   }
 }
 
-// Reads all tokens' scales and zero points for one side; 1 and 0 for rows without codes.
+// Reads scales and zero points of one side for all tokens; 1 and 0 for rows without codes.
 inline void read_factors(const Piece* begin, const Piece* end, bool values, float* scale, float* zero) {
   for (const Piece* piece = begin; piece != end; piece++) {
     const Side& side = piece->side(values);
@@ -315,7 +315,7 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
     products<false>(step, work, first, last, chunk.weights + offset, stride);
     if (step.absorbed) products<true>(step, work, first, last, work.latent_product + offset, stride);
   });
-  // entries after the last token are computed as part of a vector, then dropped
+  // entries after the last token are computed with its vector, then dropped
   float* const factors[] = {work.key_scale, work.key_zero, work.value_scale, work.value_zero};
   for (float* part : factors)
     for (int64_t t = chunk.tokens; t < stride; t++) part[t] = 0;

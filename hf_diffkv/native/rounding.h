@@ -73,7 +73,7 @@ inline void round_channel(KeyBlock& keys, int channel, Floats behind) {
   const Floats x = load(keys.x[channel]), step = load(keys.step), zero = load(keys.zero);
   const Floats low = load(keys.low), high = load(keys.high), least = load(keys.least), most = load(keys.most);
   Floats code = round_even(minimum(maximum((x - behind - zero) / step, least), most));
-  // the ends of the range stay the same, so that the group's numbers do too
+  // the ends of the range stay the same, so the group's numbers do too
   code = x == low ? least : x == high ? most : code;
   const Floats decoded = fma(code, step, zero);
   store(keys.error[channel], decoded - x);

@@ -30,7 +30,7 @@ AMD_TARGETS = ("gfx942",)
 OLDEST_TRITON = (3, 6)
 # PyTorch's GPU builds include Triton
 INSTALL = install("gpu")
-# all consumer GPUs have as much shared memory as sm_86, which is enough for the choices made for sm_80
+# all consumer GPUs have as much shared memory as sm_86, which suffices for the choices made for sm_80
 OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
 # most elements that kernels accept in a rotary key or latent
 WIDEST_LATENT = 512

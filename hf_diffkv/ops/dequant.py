@@ -63,8 +63,8 @@ def mantissa_bit(bits, piece):
 def assembly(bits: int, form: int, chosen: Sequence[int]) -> str:
     """Returns PTX that turns words of four packed bytes into two words of two fp16 for each of the `chosen` pieces.
 
-    Codes of a single field take one word. Codes of several fields take words for each field: a 4-bit field one for the
-    even quarters and one for the odd ones, a 2-bit field one, and a 1-bit field one for each half of a quarter, with
+    Codes of a single field take one word. Codes of several fields take words for each field: for 4 bits, one for the
+    even quarters and one for the odd ones; for 2 bits, one; for 1 bit, one for each half of a quarter, with
     zeros in the other half. prmt spreads bytes over 16-bit halves. lop3 with 0xEA is (a & b) | c; with 0xE4 it selects
     a where c is set, otherwise b.
     """
@@ -185,13 +185,13 @@ def unpack(packed, BITS: tl.constexpr, FORM: tl.constexpr, HERE: tl.constexpr, M
 
     PTX mode needs tiles of a multiple of 4 bytes. Without HERE, every piece has its own assembly, because Triton 3.8
     gives only one result of an assembly the layout of a matrix operand; the assembler merges the common instructions.
-    With HERE, the assembly is declared impure, which keeps Triton from moving the change of layout.
+    With HERE, the assembly is declared impure, which keeps Triton from moving the layout change.
 
     Args:
         packed: tuple of uint8 [tokens, lanes], one for each word that `assembly` takes.
-        FORM: `BIASED`, `EXACT` or `SUBNORMAL`; they differ in PTX mode only.
+        FORM: `BIASED`, `EXACT` or `SUBNORMAL`; they differ only in PTX mode.
         HERE: whether to unpack in the layout of the loaded tiles, so that unpacked codes may change threads. Otherwise
-            Triton moves the change of layout ahead of unpacking, and every thread unpacks the codes that it multiplies.
+            Triton moves the layout change ahead of unpacking, and every thread unpacks the codes that it multiplies.
             That pays off if these are four or more consecutive bytes.
     """
     COUNT: tl.constexpr = pieces(BITS)

@@ -129,7 +129,7 @@ def load_scores(segment, slot, mask, BYTES: tl.constexpr):
 
 @triton.jit
 def store_scores(segment, slot, score, mask, BYTES: tl.constexpr):
-    """Stores the first scores of slots; scores of 2 bytes are rounded to nearest."""
+    """Stores the initial scores of slots; 2-byte scores are rounded to nearest."""
     if BYTES == 2:
         bits = score.to(tl.int32, bitcast=True)
         noise = BELOW_HALF + ((bits >> SCORE_SHIFT) & 1)

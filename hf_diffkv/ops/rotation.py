@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .backend import compute_dtype, without_autocast
 
-# elements that are converted to float32 at a time
+# elements converted to float32 at a time
 FLOAT_ELEMENTS = 1 << 21
 
 

@@ -97,7 +97,7 @@ def ops_for_rows(rows: LayerRows) -> Ops:
 
 
 def latent_ops(ops: Ops, layout: PageLayout) -> Ops:
-    """Returns the replacement of `ops` in layers that cache latents (docs/latent.md); prompts there use no kernels."""
+    """Returns the replacement for `ops` in layers that cache latents (docs/latent.md); prompts use no kernels."""
     if ops.backend != KERNELS:
         return ops
     plain = ops_of(REFERENCE)

@@ -58,7 +58,7 @@ def build_tiles(counts: np.ndarray, lookahead: int, capacity: int, device: torch
 
     Args:
         counts: minimum number of tokens of each row, int [rows].
-        lookahead: maximum number of additional tokens in each row.
+        lookahead: maximum number of additional tokens per row.
         capacity: tokens per page.
         device: device of the result.
     """

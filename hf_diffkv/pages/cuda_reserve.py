@@ -127,7 +127,7 @@ class DeviceMemory:
         _count(self.index, more)
 
     def shrink(self, num_bytes: int) -> None:
-        """Unmaps memory that lies wholly beyond the first `num_bytes`, after all launched kernels have finished."""
+        """Unmaps memory wholly beyond the first `num_bytes`, after all launched kernels have finished."""
         if not self._parts or self._parts[-1][0] < self.address + num_bytes:
             return
         torch.cuda.synchronize(self.index)

@@ -1,9 +1,9 @@
-"""Insets: how far inside the range of rotated values their codes end (not from the paper).
+"""Insets: how far inside the range of rotated values their codes end (not in the paper).
 
 The elements of a rotated value are roughly normally distributed, so few are near the ends of their range. Codes that
 stop short of the ends lose less, but shrink values on average, which a sum over many tokens would not even out. Values
 are divided by that shrinkage before they are quantised. With 64 elements, the mean square error is then .65 times that
-of codes spanning the range at 2 bits, .87 times at 3 bits and .96 times at 4; with 128 elements, .56, .79 and .93.
+of codes spanning the range at 2 bits, .87 at 3 bits and .96 at 4; with 128 elements, .56, .79 and .93.
 
 Keys are not inset: a few keys with a large range decide what is found, and they would lose accuracy
 (docs/notes/quality-studies.md, which also shows how the table was made).

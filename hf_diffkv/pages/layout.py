@@ -6,7 +6,7 @@ A code is split, from its lowest bit up, into fields of 8, 4, 2 and 1 bits whose
 6-bit code has a field of 4 bits and one of 2. A row holds the packed first fields of all D elements, then the packed
 second fields, and so on. Fields of b bits are packed in bit planes: with P = 8 / b, byte j holds, from its lowest bits
 up, the fields of elements j, j + D/P, j + 2 D/P, ..., so that a kernel unpacks with shifts only, without shuffles.
-`unpack` in ops/quantize/reference.py, ops/dequant.py and native/quantize.h read this packing. At 16 bits a row holds
+`unpack` in ops/quantize/reference.py, ops/dequant.py and native/quantize.h read this packing. At 16 bits, a row holds
 elements of the model's dtype and has no metadata. The other segments are wide or narrow:
 
     metadata_bits          32                       16
@@ -23,7 +23,7 @@ z / 63 into the range that the codes cover, which always contains 0. A uint16 sc
 bits s * 2^13 + 81 * 2^23, or 0 if s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. The rounding of both is
 described in `pages/segments.py`.
 
-Rotated values of few bits in narrow pages are inset (`pages/inset.py`): their codes are chosen differently but read in
+Rotated values of few bits in narrow pages are inset (`pages/inset.py`): their codes are chosen differently but read
 the same way.
 """
 
@@ -141,7 +141,7 @@ class PageLayout:
 
     @cached_property
     def selects(self) -> bool:
-        """Whether pages hold scores and positions, by which tokens are selected."""
+        """Whether pages hold the scores and positions that token selection needs."""
         return self.high.score_bytes > 0
 
     @property
@@ -275,7 +275,7 @@ def _starts(sizes: tuple[int, ...], count: int) -> list[int]:
 
 
 def _capacity(sizes: tuple[int, ...], page_bytes: int) -> int:
-    """Returns the number of tokens that fit into a page."""
+    """Returns the number of tokens that fit in a page."""
     count = page_bytes // sum(sizes)
     while _starts(sizes, count)[-1] > page_bytes:
         count -= 1
@@ -314,7 +314,7 @@ def _tier(
 ) -> TierLayout:
     capacity = _capacity(sizes, page_bytes)
     key_row, key_metadata, value_row, value_metadata, score_bytes, position_bytes = sizes
-    # values that are demoted to the same number of bits must stay as they are
+    # values demoted to the same number of bits must stay as they are
     is_inset = rotated and (demoted is None or demoted.v_bits > precision.v_bits)
     is_inset &= value_metadata == 2 * precision.v_groups
     places = ("key", "key_metadata", "value", "value_metadata", "score", "position")

@@ -1,6 +1,6 @@
 """Page pool of one device: the pages' memory, its growth, and the free list.
 
-Free pages are allotted by prefix sums (DiffKV, section 5): the free ids are kept in a ring on the device, and a prefix
+Free pages are assigned by prefix sums (DiffKV, section 5): the free ids are kept in a ring on the device, and a prefix
 sum over all rows turns each row's demand into a disjoint range of the ring, without locks and without a loop over rows.
 """
 
@@ -14,7 +14,7 @@ from .reserve import reserve
 NULL_PAGE = 0
 # entries of `FreeList.state`
 START, FREE, CAPACITY = 0, 1, 2
-# pages that are copied at a time when some have to move
+# pages copied at a time when some have to move
 PAGES_AT_ONCE = 256
 
 
@@ -215,7 +215,7 @@ class FreeList:
     def replace(self, ids: Tensor, capacity: int) -> None:
         """Replaces the free pages with `ids`, int [n], out of `capacity` pages, fewer than before.
 
-        A ring that was lengthened by `reserve` stays in place.
+        A ring lengthened by `reserve` stays in place.
         """
         if self.ring.numel() <= self.capacity:
             self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)

@@ -34,7 +34,7 @@ class Reservation:
     Attributes:
         device: device that holds the bytes.
         tensor: the memory, uint8 [at least committed].
-        committed: number of bytes that may be used, and that count as held.
+        committed: number of usable bytes, which count as held.
         granularity: unit in which memory is taken, in bytes; 0 if that does not matter.
         slack: bytes held beyond `committed`.
     """

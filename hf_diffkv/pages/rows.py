@@ -55,7 +55,7 @@ class PageTable:
 
         Args:
             tokens: number of tokens that a row must be able to store.
-            capacity: tokens per page, the smaller number of the two tiers.
+            capacity: tokens per page in the tier that holds fewer.
             high_pages: number of entries in use on the left of each row, int [layers, batch, heads].
         """
         needed = -(-tokens // capacity) + 2
@@ -84,7 +84,7 @@ class LayerRows:
 
     Attributes:
         layout: layout of the pages.
-        pool: page pool. Its `pages`, uint8 [pages, page_bytes], and `free_list` are looked up at every call, because
+        pool: page pool. Its `pages`, uint8 [pages, page_bytes], and `free_list` are looked up on every call, because
             they move when the pool grows.
         page_table: page ids, int32 [batch, heads, width], as in `PageTable`.
         high_count, low_count: tokens stored at each level, int32 [batch, heads].

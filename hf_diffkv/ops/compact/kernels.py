@@ -183,8 +183,8 @@ def plan_rows_kernel(
 ):  # fmt: skip
     """Decides for BLOCK rows which tokens are written where, and which pages are needed. Grid: (blocks,).
 
-    If pages have no scores, victims and `low_threshold` are None. All candidates are then high with ONE_TIER; without
-    it, only those with a `high_threshold` of 0 are.
+    If pages have no scores, victims and `low_threshold` are None. All candidates are then high with ONE_TIER,
+    otherwise only those with a `high_threshold` of 0.
 
     Args:
         plan: int32 [4, rows], see the module docstring.

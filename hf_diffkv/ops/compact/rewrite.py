@@ -1,7 +1,7 @@
 """Rewrites rows after a forward of several tokens, when many tokens may be removed, demoted or added at once.
 
 Keys and values of added tokens stay in place until they are stored, so that each is copied only once, and only a few
-are copied at a time.
+at a time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..quantize.reference import move_tokens
 from ..rounding import LARGEST_BITS
 from ..table import Ops
 
-# tokens that are moved through a copy at a time
+# tokens moved through a copy at a time
 MOVE_TOKENS = 1 << 14
-# tokens that are copied at a time, on CPUs and on other devices, where each part costs launches
+# tokens copied at a time, on CPUs and on other devices, where each part costs launches
 READ_TOKENS, READ_TOKENS_BY_KERNELS = 1 << 12, 1 << 16
 
 

@@ -1,6 +1,6 @@
 """Triton kernel that follows `attend_kernel`: it merges a row's splits and adds the received attention to scores.
 
-Both run in one launch. Each program does one or the other, since neither task needs the other's result.
+Both run in one launch. Each program does one or the other, since neither needs the other's result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def softmax_state(partial_peak, partial_total, sinks, row, heads, there, kv_head
 
 @triton.constexpr_function
 def rows_at_once(split_block, lanes):
-    """Returns the number of partial outputs that are merged at once, as limited by registers."""
+    """Returns the number of partial outputs that are merged at once, limited by registers."""
     return min(split_block, max(8192 // lanes, 1))
 
 

@@ -19,9 +19,9 @@ from .latent_kernel import latent_kernel
 from .scratch import Scratch, is_absorbed
 from .splits import MIN_BLOCKS
 
-# splits that are merged at once; the second number applies if there are more, since loads would wait for each other
+# splits merged at once; the second number applies if there are more, since loads would wait for each other
 SPLIT_BLOCKS = (16, 64)
-# tokens whose scores a program adds at a time; each tier and the window may end in a partial tile of them
+# tokens whose scores a program adds at a time; each tier and the window may end in a partial tile
 SHARE_TOKENS = 512
 # more programs gain nothing, and most would find no tokens if rows are shorter than planned
 MOST_SHARES = 8192

@@ -2,8 +2,8 @@
 
 Codes are converted to floats but never scaled individually. With key = scale * code + zero,
     logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
-Each tier is read in two passes over its pages, first keys, then values, a few tiles at a time, through buffers that
-stay in the processor's cache. Work between the passes covers the logits of all tiles at once.
+Each tier is read in two passes, first keys, then values, a few tiles at a time, through buffers that stay in the
+processor's cache. Work between the passes covers the logits of all tiles at once.
 """
 
 from __future__ import annotations

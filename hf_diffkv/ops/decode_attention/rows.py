@@ -92,7 +92,7 @@ def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
         COLUMNS: tl.constexpr = columns(GROUP)
         pointer = logits + token[:, None] * COLUMNS + heads[None, :]
         if COLUMNS > 2 and shifted.shape[0] == 32:
-            # after a matrix product a thread holds pairs of heads; wider stores would need a change of layout, see
+            # after a matrix product, a thread holds pairs of heads; wider stores would need a layout change, see
             # docs/notes/kernels.md
             pointer = tl.max_contiguous(pointer, (1, 2))
         tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])

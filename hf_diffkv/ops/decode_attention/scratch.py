@@ -17,8 +17,8 @@ from .rows import STEP, columns
 from .splits import backend_of, choose_splits, warps_at_once
 
 MOST_REGISTERS = 255
-# registers per thread of a one-warp program; a multiprocessor runs eight with anything from 169 to 255, but loops are
-# scheduled differently
+# registers per thread of a one-warp program; with 169 to 255, a multiprocessor runs eight, but loops are scheduled
+# differently
 ONE_WARP_REGISTERS = 200
 # a multiprocessor runs twelve with this number, which takes 3 to 7 % less time on an H200 if nothing spills
 TWELVE_WARPS_REGISTERS = 168
@@ -42,7 +42,7 @@ class KernelConfig:
     """Compilation options of `attend_kernel` or `latent_kernel`.
 
     Attributes:
-        heads: query heads of a group, padded; for `latent_kernel`, query heads per program.
+        heads: query heads of a group, padded; of a program for `latent_kernel`.
         block: tokens per step in the paged tiers, a multiple of the window's step.
         num_warps: warps per program.
         num_stages: stages of software pipelining.
@@ -130,7 +130,7 @@ class KernelConfig:
         return cls(LATENT_HEADS, 32, 8, 2, PTX, tl.float16, raw)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
-        """Returns the number of programs that fit the registers and shared memory of a multiprocessor of `device`."""
+        """Returns the number of programs that fit in the registers and shared memory of a multiprocessor."""
         backend = backend_of(device)
         if backend == "cpu":
             return INTERPRETER_PROGRAMS
@@ -146,7 +146,7 @@ class KernelConfig:
 
 
 def _fits_twelve_warps(layout: PageLayout, group: int) -> bool:
-    """Returns whether unpadded loops without scores spill nothing with `TWELVE_WARPS_REGISTERS`, as compiled."""
+    """Returns whether unpadded loops without scores compile to `TWELVE_WARPS_REGISTERS` without spilling."""
     high = layout.high
     if layout.one_tier:
         return len(fields(high.v_bits)) == 1 and (group > 1 or len(fields(high.k_bits)) == 1)

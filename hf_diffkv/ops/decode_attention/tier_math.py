@@ -382,7 +382,7 @@ def scaled_weights(weights, scale, TIER: tl.constexpr, OPERAND: tl.constexpr):
     """Returns weights [tokens, HEADS] times scale [tokens] and `weight_gain`, as OPERAND.
 
     A token that fp16 rounds to zero would lose its codes but keep its zero point, and thousands of such tokens add up.
-    Offsets below half of fp16's smallest number round some of neighbouring tokens up and others down, which preserves
+    Offsets below half of fp16's smallest number round some neighbouring tokens up and others down, which preserves
     their sum. Weights of 0 stay 0.
     """
     scaled = weights * (scale * weight_gain(TIER))[:, None]

@@ -208,7 +208,7 @@ def flash_forward(
     """Attends from a block of queries of one head. Grid: (query blocks, query heads, batch).
 
     Args:
-        query, key, value, output: [batch, heads, length, dim], with the strides given and dim contiguous.
+        query, key, value, output: [batch, heads, length, dim], with the given strides and dim contiguous.
         past_key, past_value: contiguous [batch, kv_heads, past_length, dim], or None.
         partial_output, partial_peak, partial_total: results of `past_forward` in `splits` splits, or None.
         lse: output, log2 of the softmax denominator, float32 [batch, query_heads, length]; +inf if there is nothing to

@@ -32,7 +32,7 @@ from .tiles import (
 KERNEL_HEAD_DIM = 512
 # most programs along the second or third axis of a launch
 LARGEST_GRID = 65535
-# programs that fill a large device several times over
+# programs that fill a large device several times
 MANY_PROGRAMS = 1024
 PROGRAMS_PER_PROCESSOR = 4
 # minimum length of a split

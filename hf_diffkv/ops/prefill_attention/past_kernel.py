@@ -23,7 +23,7 @@ from .kernels import as_operand, load_extent, online_softmax
 
 @triton.jit
 def row_columns(DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the element of a row of DIM in each of WIDTH columns, and whether the column holds one."""
+    """Returns which element of a row of DIM each of WIDTH columns holds, and whether it holds one."""
     column = tl.arange(0, WIDTH)
     if DIM == WIDTH:
         return column, column < DIM
@@ -176,7 +176,7 @@ def past_forward(
     nothing. `pages` to `window_start` and `sink_end` are as in decode attention's `attend_kernel`.
 
     Args:
-        query: [batch, query_heads, length, key_dim], with the strides given.
+        query: [batch, query_heads, length, key_dim], with the given strides.
         past_length: tokens seen before, int64 [batch].
         extents: `row_extents` of the queries, or None.
         partial_output: float32 [splits, batch * kv_heads, length * group, value_dim].

@@ -20,7 +20,7 @@ from ..table import ops_for_rows
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
-# exp(-80) is far below rounding error; smaller results would be subnormal, which CPUs multiply 100 times more slowly
+# exp(-80) is far below rounding error; smaller results would be subnormal, which CPUs multiply a hundred times slower
 LOWEST_LOGIT = -80.0
 
 

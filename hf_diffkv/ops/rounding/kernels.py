@@ -31,7 +31,7 @@ def moment_kernel(
     """Sums q q^T over STEPS blocks of a row's queries. Grid: (rows, parts).
 
     Args:
-        query: [batch, heads * group, tokens, DIM], with the strides given.
+        query: [batch, heads * group, tokens, DIM], with the given strides.
         valid: uint8 [batch, tokens], or None.
         moment: output, float32 [rows, parts, DIM, DIM].
     """
@@ -56,14 +56,14 @@ def moment_kernel(
 def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Computes M^T of one row; `moment` and `feedback` are float32 [rows, DIM, DIM]. Grid: (rows,).
 
-    A column of M is the damped moment's column after elimination of the columns before it, divided by its diagonal
+    A column of M is the damped moment's column after eliminating the columns before it, divided by its diagonal
     element.
     """
     place = tl.program_id(0).to(tl.int64) * (DIM * DIM)
     row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     left = tl.load(moment + place + row * DIM + column, mask=(row < DIM) & (column < DIM), other=0.0)
     mean = tl.sum(tl.sum(tl.where(row == column, left, 0.0), 1), 0) * (1.0 / DIM)
-    # without queries there is no feedback
+    # without queries, there is no feedback
     left += tl.where(row == column, tl.where(mean > 0.0, DAMPING * mean, 1.0), 0.0)
     dim = tl.arange(0, WIDTH)
     for channel in range(DIM):

@@ -22,7 +22,7 @@ from ...pages import TierLayout
 from ..backend import compute_dtype
 from ..quantize.reference import scale_and_zero_of
 
-# share of H's mean diagonal added to it, so that directions without any query count as well
+# share of H's mean diagonal added to it, so that directions without queries count too
 DAMPING = 0.1
 # keys with more bits are precise enough without it
 LARGEST_BITS = 6

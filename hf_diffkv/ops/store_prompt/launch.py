@@ -24,7 +24,7 @@ from .row_kernels import advance_kernel
 from .tokens import Placement, PromptTokens
 
 SUM_TOKENS, SUM_STEPS = 32, 16
-# tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted at a time
+# tokens levelled and ranked at a time, and rows, blocks or pages counted at a time
 BLOCK, CHUNK = 256, 128
 # warps for a tile of keys that is rounded where it is stored, which takes more registers and therefore has fewer tokens
 ROUNDING_WARPS = 8
@@ -54,8 +54,7 @@ def store_prompt(
             (high, low, then window by position), then by the new ones. None if the pages have no scores.
 
     Raises:
-        ValueError: the tokens do not fit the rows, kernels do not support their dtype, or the shape of `received` is
-            wrong.
+        ValueError: the tokens do not fit the rows, kernels do not support their dtype, or `received` does not fit.
     """
     check_dtype(rows.dtype)
     rows.check_tokens(new.key, new.value)
@@ -137,7 +136,7 @@ def _arguments(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict
 
 
 def _lists(rows: LayerRows, received: Tensor, past: int) -> dict[str, object]:
-    """Returns the other arguments of the kernels that choose by thresholds; see `level_kernels.py`."""
+    """Returns the other arguments of kernels that choose by thresholds; see `level_kernels.py`."""
     columns, scratch = received.shape[-1], _scratch(rows)
     blocks = triton.cdiv(columns, BLOCK)
     return {

@@ -77,7 +77,7 @@ def take_pages_kernel(
         before += lacks
         first += CHUNK
     kind = tl.arange(0, 4)
-    # the same row in every lane; there is a lane for each kind of token in the plan
+    # the same row in every lane, with a lane for each kind of token in the plan
     one = row + tl.zeros_like(kind)
     low, held, after, have, lacks = row_counts(
         alpha_high, high_count, low_count, count, length, window_start, sink_end, one, one < rows, heads, tokens,
@@ -159,7 +159,7 @@ def store_new_kernel(
     """Stores new tokens in pages or in the window. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
     Args:
-        key, value: key and value states of the model, [batch, heads, tokens, dim], with the strides given.
+        key, value: key and value states of the model, [batch, heads, tokens, dim], with the given strides.
         key_matrix, value_matrix, offset, feedback, limit: fields of `Incoming`.
         codes: result of `choose_codes_kernel`, or None.
         invalid: field of `WindowSlots`.
