@@ -12,7 +12,7 @@ enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum Status : int64_t { OK = 0, BAD_PAGE = 1, BAD_COUNT = 2, NO_MEMORY = 3 };
 
 // Keys or values of one tier; offsets, rows and a group's metadata are in bytes (pages/layout.py). The last two numbers
-// are those of pages/inset.py.
+// are defined in pages/inset.py.
 struct Side {
   int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes;
   float parts, shrinkage;
@@ -76,12 +76,12 @@ struct Compaction {
   const float* score;       // [rows, slots]
   int64_t* position;  // incremented where a candidate left
   const int64_t* length;
-  // [rows]; without scores only the first is set: candidates are high where it is 0, otherwise low
+  // [rows]; without scores, only the first is set: candidates are high where it is 0, otherwise low
   const float *high_threshold, *low_threshold;
   int32_t* ring;
   int64_t* state;  // free list: start, free, capacity
   int32_t* flag;
-  // matrices by which keys are rounded, bfloat16 [model layers, model_heads, key dim, key dim], or null; row r uses
+  // matrices that keys are rounded by, bfloat16 [model layers, model_heads, key dim, key dim], or null; row r uses
   // layer[r / layer_rows] and head[r % heads]
   const void* feedback;
   const int64_t *layer, *head;
@@ -149,7 +149,7 @@ extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_
 
 // threads.cpp
 void parallel(int64_t tasks, int threads, void (*run)(void* context, int64_t task), void* context);
-// Memory of the calling thread, 64-byte aligned, valid until its next call of the same function; null if out of memory.
+// Memory of the calling thread, 64-byte aligned, valid until it calls the same function again; null if out of memory.
 void* call_scratch(int64_t bytes);
 void* worker_scratch(int64_t bytes);
 

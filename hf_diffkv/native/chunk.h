@@ -13,7 +13,7 @@ struct Chunk {
   int64_t row, first, pieces;  // its pieces
   int64_t offset, tokens;      // its tokens among those of the row
   int64_t first_chunk, chunks; // all chunks of the row
-  // [group, stride()], [group], [group], [group, padded value dim]; without scores the weights are not needed later and
+  // [group, stride()], [group], [group], [group, padded value dim]; without scores, weights are not needed later and
   // are kept in a thread's buffer
   float *weights, *peak, *total, *output;
 
@@ -22,7 +22,7 @@ struct Chunk {
 
 inline bool use_digits(const Step& step) { return HAS_DIGITS && step.format.dtype != FLOAT32; }
 
-// Part of a group's queries: elements [group, padded dim], the same as digits, and what zero points are multiplied with.
+// Part of a group's queries: elements [group, padded dim], the same as digits, and the sums that zero points multiply.
 struct Operand {
   float *elements, *sum, *factor;
   int8_t *upper, *lower;
@@ -51,7 +51,7 @@ struct Work {
   GroupDigits groups;
 #endif
 
-  // Lays out the buffers from `memory` on, or only counts their bytes if it is null.
+  // Lays out the buffers starting at `memory`, or only counts their bytes if it is null.
   int64_t place(uint8_t* memory, const Step& step, int64_t pieces_at_most, int64_t tokens_at_most) {
     const int64_t group = step.group, key = padded(step.format.tier[0].key.dim);
     const int64_t value = padded(step.format.tier[0].value.dim), widest = larger(key, value);
@@ -124,7 +124,7 @@ inline void load_query(const Step& step, int64_t row, Work& work) {
   });
 }
 
-// Multiplies all heads' queries with the keys of a run of pieces of one tier, or their latent parts with the values, into
+// Multiplies all heads' queries by the keys of a run of pieces of one tier, or their latent parts by the values, into
 // `out` [group, stride].
 template <bool values>
 inline void products(const Step& step, Work& work, const Piece* begin, const Piece* end, float* out, int64_t stride) {
@@ -227,7 +227,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
   }
 }
 
-// Reads scales and zero points of one side of all tokens; 1 and 0 for rows without codes.
+// Reads scales and zero points of one side for all tokens; 1 and 0 for rows without codes.
 inline void read_factors(const Piece* begin, const Piece* end, bool values, float* scale, float* zero) {
   for (const Piece* piece = begin; piece != end; piece++) {
     const Side& side = piece->side(values);
@@ -315,7 +315,7 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
     products<false>(step, work, first, last, chunk.weights + offset, stride);
     if (step.absorbed) products<true>(step, work, first, last, work.latent_product + offset, stride);
   });
-  // entries after the last token take part in vectors and are dropped
+  // entries after the last token are computed with its vector, then dropped
   float* const factors[] = {work.key_scale, work.key_zero, work.value_scale, work.value_zero};
   for (float* part : factors)
     for (int64_t t = chunk.tokens; t < stride; t++) part[t] = 0;

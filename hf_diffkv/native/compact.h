@@ -1,5 +1,5 @@
-// One compaction of all rows by Algorithm 1 (DiffKV, section 4.3): plans each row, then gives out pages in row order,
-// then moves tokens. Decisions are those of ops/compact/reference.py.
+// One compaction of all rows by Algorithm 1 (DiffKV, section 4.3): plans each row, then hands out pages in row order,
+// then moves tokens. Decisions match those of ops/compact/reference.py.
 #pragma once
 #include "rounding.h"
 
@@ -78,7 +78,7 @@ inline bool needs_page(const Compaction& round, const Plan& plan, int64_t row, i
   return grows(plan, tier) && round.rows.count[tier][row] % round.format.tier[tier].capacity == 0;
 }
 
-// Gives pages to the rows that need one, or sets the reason why it cannot in the flag.
+// Gives pages to the rows that need one, or records in the flag why it cannot.
 inline bool give_pages(const Compaction& round, const Plan* plans) {
   int64_t needed = 0;
   bool full = false;
@@ -114,7 +114,7 @@ inline uint8_t* place(const Compaction& round, int64_t row, int tier, int64_t in
   return page_at(round.format, round.rows, row, tier, index / capacity);
 }
 
-// Feedback by which a row's keys are rounded.
+// Feedback that a row's keys are rounded by.
 inline Feedback feedback_of(const Compaction& round, int64_t row) {
   if (!round.feedback) return {nullptr, BFLOAT16, 0};
   const int64_t dim = round.format.tier[HIGH].key.dim;

@@ -1,4 +1,4 @@
-// The C interface, and the choice of the instruction set: the best one that was compiled and that the processor has.
+// The C interface, and the choice of the instruction set: the best one that was compiled and the processor supports.
 #include <string.h>
 
 #include <initializer_list>
@@ -59,14 +59,14 @@ using namespace diffkv;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Sizes of the structs and the version in one number, so that a library of another build of the package is not used.
+// Sizes of the structs and the version in one number, so that a library from another build of the package is not used.
 EXPORT int64_t diffkv_abi() {
   int64_t number = ABI_VERSION;
   for (size_t bytes : {sizeof(Step), sizeof(Compaction), sizeof(Transfer), sizeof(Prompt), sizeof(Rounding)})
     number = number * 31 + int64_t(bytes);
   return number;
 }
-// Bit mask of the supported numbers of bits of a code.
+// Bit mask of the supported numbers of bits per code.
 EXPORT int64_t diffkv_code_bits() { return CODE_BITS; }
 EXPORT const char* diffkv_instructions() { return selected()->name; }
 // Returns 0 if the library or the processor lacks the instruction set; null chooses the best.

@@ -1,4 +1,4 @@
-"""Binding of the native library: loads it, calls it, and mirrors the structs of `abi.h`, where they are documented."""
+"""Binding to the native library: loads it, calls it, and mirrors the structs of `abi.h`, where they are documented."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def format_of(layout: PageLayout, dtype: torch.dtype) -> Format:
 
 
 def format_of_tier(tier: TierLayout, dtype: torch.dtype) -> Format:
-    """Returns the page format for calls that access one tier only."""
+    """Returns the page format for calls that access only one tier."""
     return Format(tier.page_bytes, DTYPES[dtype], 1, (Tier * MAX_TIERS)(_tier(tier)))
 
 

@@ -1,6 +1,6 @@
 // Numbers: conversion of bfloat16 and float16 to and from float, bit for bit as in PyTorch, and vectors of WIDTH
-// floats, with intrinsics where the compiler needs help. In vectors NaN only propagates. All functions of these headers
-// are static, because they are compiled once for each instruction set.
+// floats, with intrinsics where the compiler needs help. In vectors, NaN only propagates. All functions of these
+// headers are static, because they are compiled once for each instruction set.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -21,9 +21,9 @@
 #endif
 #endif
 
-// Never inlined: within a larger function its accumulators would not fit the registers.
+// Never inlined: within a larger function, its accumulators would not fit in the registers.
 #define DIFFKV_ALONE __attribute__((noinline))
-// Always inlined: compilers drop calls of a function that only prefetches, because it has no effect.
+// Always inlined: compilers drop calls to a function that only prefetches, because it has no effect.
 #define DIFFKV_INLINE __attribute__((always_inline)) inline
 
 namespace diffkv {
@@ -47,7 +47,7 @@ inline uint32_t as_bits(float x) {
   return bits;
 }
 
-// Adding it rounds small numbers to the nearest integer, ties to even.
+// Adding this rounds small numbers to the nearest integer, ties to even.
 constexpr float MAGIC = 12582912.f;
 template <class Number>
 inline Number round_even(Number x) {
@@ -58,7 +58,7 @@ inline float to_float(float x) { return x; }
 inline float to_float(bfloat16 x) { return as_float(uint32_t(x.bits) << 16); }
 inline float to_float(float16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
-  // the product corrects the exponent, of subnormal numbers too
+  // the product corrects the exponent, also for subnormal numbers
   const uint32_t bits = (x.bits & 0x7c00) == 0x7c00 ? rest | 0x7f800000 : as_bits(as_float(rest) * 0x1p112f);
   return as_float(sign | bits);
 }
@@ -103,7 +103,7 @@ inline void each_task(int64_t tasks, int64_t threads, const Call& call) {
            const_cast<Call*>(&call));
 }
 
-// Lays out arrays one after the other from `memory` on, or only counts their bytes if it is null.
+// Lays out arrays one after another starting at `memory`, or only counts their bytes if it is null.
 struct Places {
   uint8_t* memory;
   int64_t used;
@@ -245,10 +245,10 @@ inline void sums(const Floats* a, float* out) {
 #endif
 }
 
-// 2^x for x up to 126, with a relative error of about 1e-7. Below -126 the result is close to the smallest float.
+// 2^x for x up to 126, with a relative error of about 1e-7. Below -126, the result is close to the smallest float.
 inline Floats exp2(Floats x) {
   const Floats magic = splat(MAGIC);
-  // in this order NaN stays NaN
+  // in this order, NaN stays NaN
   x = minimum(splat(126.f), maximum(splat(-126.f), x));
   const Floats shifted = x + magic;
   const Floats part = x - (shifted - magic);

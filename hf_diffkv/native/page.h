@@ -13,7 +13,7 @@ constexpr uint32_t LARGEST_SCALE = 0x3df;
 
 typedef uint32_t Words __attribute__((vector_size(4 * DIFFKV_WIDTH)));
 
-// Factor of a zero point's 6 bits besides the scale; all products are exact.
+// Factor of a zero point's 6 bits apart from the scale; all products are exact.
 inline float zero_factor(int bits) { return -levels_of(bits) * (65.f / 4096.f); }
 
 inline float scale_of(uint32_t word) { return as_float((word & 0xffc0) << 12) * 0x1p112f; }
@@ -28,7 +28,7 @@ inline void read_narrow(const uint8_t* from, float factor, float& scale, float& 
 // Metadata of a group with smallest and largest elements `low` and `high`.
 inline uint16_t narrow_metadata(float low, float high, int bits) {
   const float levels = levels_of(bits);
-  // not -0, whose sign would be a bit of the scale
+  // not -0, whose sign would become a bit of the scale
   low = low < 0 ? low : 0.f;
   high = high > 0 ? high : 0.f;
   float16 half;
@@ -57,7 +57,7 @@ inline uint16_t nearest_score(float score) {
   return narrow_score(score, (1 << (SCORE_SHIFT - 1)) - 1 + int32_t(as_bits(score) >> SCORE_SHIFT & 1));
 }
 
-// Loads WIDTH scores or positions of a segment from the `t`-th on; the last argument has the stored type.
+// Loads WIDTH scores or positions of a segment, starting with the `t`-th; the last argument has the stored type.
 template <class Vector>
 inline Vector load_numbers(const uint8_t* segment, int t, float) {
   return load(reinterpret_cast<const float*>(segment) + t);
@@ -212,7 +212,7 @@ inline void put_number(uint8_t* page, int64_t offset, int64_t slot, Number numbe
   memcpy(page + offset + slot * int64_t(sizeof(number)), &number, sizeof(number));
 }
 
-// Adds to the scores of the first `count` tokens of a page. The first token is its row's `index`-th one of the tier.
+// Adds to the scores of the first `count` tokens of a page. The first token is its row's `index`-th of the tier.
 // `index` and the row's `length` seed the rounding of narrow scores.
 inline void add_scores(uint8_t* page, const Tier& tier, int count, const float* more, int tier_index, int64_t index,
                        int64_t length) {

@@ -1,5 +1,5 @@
-// A row as pieces of consecutive tokens: its pages tier by tier, then its window, which is the sinks and the ring from
-// its oldest token on.
+// A row as pieces of consecutive tokens: its pages tier by tier, then its window, that is, the sinks and the ring from
+// its oldest token.
 #pragma once
 #include "quantize.h"
 
@@ -49,7 +49,7 @@ inline Tier window_tier(const Format& format) {
   return tier;
 }
 
-// Lists the tokens of a row, whose request's newest token must be real.
+// Lists the tokens of a row; the newest token of its request must be real.
 inline RowTokens row_tokens(const Step& step, int64_t row) {
   RowTokens tokens = {};
   tokens.row = row;
@@ -110,8 +110,8 @@ inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tok
   return piece;
 }
 
-// Prefetches what a pass over keys, or over values, reads of a piece. The pass over keys also needs the factors of
-// both, the pass over values the scores, which are updated last. Into the L2 cache, because L1 holds the current data.
+// Prefetches what a pass over keys, or over values, reads from a piece, into L2 because L1 holds the current data. The
+// pass over keys also needs the factors of both; the pass over values also needs the scores, which are updated last.
 DIFFKV_INLINE void prefetch(const Piece& piece, bool values) {
   const Tier& tier = *piece.tier;
   const uint8_t* rows = piece.rows(values);

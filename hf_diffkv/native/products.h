@@ -1,5 +1,5 @@
 // Products of a few heads with rows of keys and values: in float for any element type, and in integers for codes
-// (AVX-512 VNNI), where queries and weights become two digits of seven bits each.
+// (AVX-512 VNNI), where queries and weights are split into two digits of seven bits each.
 #pragma once
 #include "numbers.h"
 #include "precision.h"

@@ -1,7 +1,7 @@
 // Exact attention of many new tokens, and the attention that each token receives. A row's tokens are packed once for
-// all its queries. Work is split by query heads and by blocks of queries, in a way that depends on shapes alone, so
+// all its queries. Work is split by query heads and by blocks of queries, in a way that depends only on shapes, so
 // that sums are reproducible. A block visits all visible tokens tile by tile with a running maximum. If the received
-// attention is needed, the weights of all tiles are kept, and summed over the queries once their totals are known.
+// attention is needed, the weights of all tiles are kept and summed over the queries once their totals are known.
 #pragma once
 #include "prompt_tokens.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 // Weights below 2^LOWEST of a query's largest weight are zero, because smaller products would be subnormal and slow.
 constexpr float LOWEST = -60;
-// Queries per block; fewer if the weights that are kept would exceed WEIGHTS numbers.
+// Queries per block; fewer if the kept weights would exceed WEIGHTS numbers.
 constexpr int64_t QUERIES = 4 * PRODUCT_ROWS, WEIGHTS = 1 << 20;
 
 inline int64_t queries_of(const Prompt& prompt, int64_t tokens) {
@@ -22,7 +22,7 @@ inline int64_t queries_of(const Prompt& prompt, int64_t tokens) {
 // Buffers of one thread.
 template <class Unit>
 struct BlockWork {
-  // weights [QUERIES, TILE] of tile i at i * QUERIES * TILE, or of the current tile alone if none are kept
+  // weights [QUERIES, TILE] of tile i at i * QUERIES * TILE, or of only the current tile if none are kept
   float *weights, *output, *peak, *peaks, *total, *factor;
   Unit *query, *packed;
 
@@ -67,7 +67,7 @@ inline void load_queries(const Prompt& prompt, const PromptRow& row, const Block
   }
 }
 
-// Turns products with `count` keys into base-2 logits. Keys from `limit` on, and prompt tokens that `mask` hides, are
+// Turns products with `count` keys into base-2 logits. Keys from `limit` onward and prompt tokens that `mask` hides are
 // masked. `first` is the tile's first token.
 inline float to_logits(const Prompt& prompt, const PromptRow& row, const uint8_t* mask, int64_t first, int64_t limit,
                        int64_t count, float* x) {
@@ -176,7 +176,7 @@ inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block
     const Unit* packed = as_units(weights, rows, round_up(there, 2), work.packed);
     multiply(packed, TILE / depth, rows, reinterpret_cast<const Unit*>(row.values) + tile * value_units<Unit>(prompt),
              TILE / depth, prompt.value_dim, prompt.value_dim, units_of(there, depth), work.output, width, true);
-    // a token receives from later queries only, and nothing from NaN
+    // a token receives only from later queries, and nothing from NaN
     for (int64_t q = 0; given && q < block.count; q++)
       for (int64_t t = isnan(work.total[q]) ? 0 : larger<int64_t>(own + q - first, 0); t < there; t++)
         weights[q * TILE + t] = 0;

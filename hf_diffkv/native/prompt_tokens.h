@@ -2,7 +2,7 @@
 // tier by tier, then the window), exact tokens before the prompt, and the prompt itself. Padding is left out.
 //
 // Products are C [rows, columns] += A B. A is row-major. B is in panels of PANEL columns, each with its depth
-// outermost. A unit is what one lane multiplies at a time: a float, or two bfloat16 that are consecutive along depth.
+// outermost. A unit is what one lane multiplies at a time: a float, or two bfloat16 numbers consecutive along depth.
 #pragma once
 #include <stdlib.h>
 
@@ -11,7 +11,7 @@
 namespace diffkv {
 namespace {
 
-// Rows and vectors of accumulators that fit into the registers.
+// Rows and vectors of accumulators that fit in the registers.
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int PRODUCT_ROWS = 12, PANEL_VECTORS = 2;
 #else
@@ -81,7 +81,7 @@ inline void multiply(const Unit* a, int64_t a_stride, int64_t rows, const Unit* 
   }
 }
 
-// Tokens per tile, a multiple of PANEL and of READ_TOKENS, the tokens that are read at a time.
+// Tokens per tile, a multiple of PANEL and of READ_TOKENS, the number read at a time.
 constexpr int64_t TILE = 256, READ_TOKENS = 32;
 
 // Memory of one call.
@@ -123,7 +123,7 @@ inline int64_t value_units(const Prompt& prompt) {
   return panel_units(prompt.value_dim, TILE / depth_of(Unit()));
 }
 
-// Reads `count` stored tokens from the `first` on as floats.
+// Reads `count` stored tokens as floats, starting at `first`.
 inline void read_stored(const Step& step, const RowTokens& tokens, bool values, int64_t first, int64_t count, float* to,
                         int64_t stride) {
   const Tier window = window_tier(step.format);
@@ -148,7 +148,7 @@ inline void read_stored(const Step& step, const RowTokens& tokens, bool values, 
   }
 }
 
-// Reads READ_TOKENS keys or values of a row from the `first` on as floats; zeros after the last.
+// Reads READ_TOKENS keys or values of a row as floats, starting at `first`; zeros after the last.
 inline void read_tokens(const Prompt& prompt, const PromptRow& row, bool values, int64_t first, float* to,
                         int64_t stride) {
   const int64_t dim = values ? prompt.value_dim : prompt.key_dim;

@@ -1,12 +1,12 @@
-// Quantisation of tokens into pages and reading them back, byte for byte as in ops/quantize/reference.py; codes are
-// packed as in pages/layout.py.
+// Quantises tokens into pages and reads them back, byte for byte as in ops/quantize/reference.py; codes are packed as
+// in pages/layout.py.
 #pragma once
 #include "page.h"
 
 namespace diffkv {
 namespace {
 
-// `to` = or |= the `BITS` bits from `SHIFT` up of each byte, moved to bit `PLACE`.
+// `to` = or |= the `BITS` bits of each byte from `SHIFT` up, moved to bit `PLACE`.
 template <int BITS, int SHIFT, int PLACE, class Word>
 inline void unpack_word(const uint8_t* from, uint8_t* to) {
   constexpr uint8_t MASK = ((1 << BITS) - 1) << PLACE;
@@ -30,7 +30,7 @@ typedef uint32_t Word32 __attribute__((vector_size(32)));
 typedef uint32_t Word16 __attribute__((vector_size(16)));
 typedef uint32_t Word8 __attribute__((vector_size(8)));
 
-// Unpacks `count` bytes as `unpack_word`. Without masked stores, because some processors store masked bytes one by one.
+// Unpacks `count` bytes like `unpack_word`, without masked stores: some processors store masked bytes one by one.
 template <int BITS, int SHIFT, int PLACE>
 inline void unpack_plane(const uint8_t* from, int count, uint8_t* to) {
   constexpr uint8_t MASK = (1 << BITS) - 1;
@@ -127,7 +127,7 @@ inline void unpack(const uint8_t* from, const Side& side, int count, uint8_t* to
   });
 }
 
-// Reads numbers of `dtype` as floats, from an offset in elements on.
+// Reads numbers of `dtype` as floats, starting at an offset in elements.
 inline void read_row(const void* from, int32_t dtype, int64_t offset, int dim, float* to) {
   with_dtype(dtype, [&](auto element) {
     const auto* row = static_cast<const decltype(element)*>(from) + offset;
@@ -135,7 +135,7 @@ inline void read_row(const void* from, int32_t dtype, int64_t offset, int dim, f
   });
 }
 
-// Reads the key or value of one token as floats, rounded as by `dequantize` of ops/quantize: a product, then a sum.
+// Reads the key or value of one token as floats, rounded as in `dequantize` of ops/quantize: a product, then a sum.
 inline void decode_row(const uint8_t* page, const Side& side, int32_t dtype, int64_t slot, float* to) {
   if (!has_metadata(side)) return read_row(page + side.offset, dtype, slot * side.dim, side.dim, to);
   uint8_t codes[MAX_DIM];

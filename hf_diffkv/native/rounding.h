@@ -53,7 +53,7 @@ inline Floats added(const KeyBlock& keys, const float* feedback, int channel, in
   return (part[0] + part[1]) + (part[2] + part[3]);
 }
 
-// M^T of one row, [dim, dim] of a dtype from an offset in elements on; only entries right of the diagonal are read.
+// M^T of one row, [dim, dim] of a dtype at an offset in elements; only entries right of the diagonal are read.
 struct Feedback {
   const void* from;
   int32_t dtype;
@@ -73,7 +73,7 @@ inline void round_channel(KeyBlock& keys, int channel, Floats behind) {
   const Floats x = load(keys.x[channel]), step = load(keys.step), zero = load(keys.zero);
   const Floats low = load(keys.low), high = load(keys.high), least = load(keys.least), most = load(keys.most);
   Floats code = round_even(minimum(maximum((x - behind - zero) / step, least), most));
-  // the ends of the range do not change, so that the group's numbers do not either
+  // the ends of the range stay the same, so the group's numbers do too
   code = x == low ? least : x == high ? most : code;
   const Floats decoded = fma(code, step, zero);
   store(keys.error[channel], decoded - x);

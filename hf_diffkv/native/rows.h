@@ -9,7 +9,7 @@ namespace diffkv {
 namespace {
 
 constexpr int STAGED_CODES = 128, STAGED_ROWS = 16;
-// 64, so that rows of codes fill vectors of bytes too
+// 64, so that rows of codes also fill vectors of bytes
 constexpr int ROW_PADDING = 64;
 
 inline int64_t padded(int64_t dim) { return round_up(dim, ROW_PADDING); }
@@ -114,7 +114,7 @@ inline void make_digits(const Side& side, const float* query, int heads, const G
   }
 }
 
-// Reads scales and zero points of all groups of the next `count` tokens of a run.
+// Reads the scales and zero points of all groups for the next `count` tokens of a run.
 inline void stage_factors(Cursor cursor, int count, float* scale, float* zero) {
   const Side& side = cursor.piece->tier->key;
   Side flat = side;
@@ -129,8 +129,8 @@ inline void stage_factors(Cursor cursor, int count, float* scale, float* zero) {
   }
 }
 
-// Multiplies all heads with the keys of a run of pieces of one tier, into `out` [heads, stride]. Overwrites up to
-// WIDTH - 1 numbers after the last of each head.
+// Multiplies all heads by the keys of a run of pieces of one tier, into `out` [heads, stride]. Overwrites up to
+// WIDTH - 1 numbers after each head's last.
 inline void group_products(const Piece* begin, const Piece* end, const float* query, int heads, uint8_t* codes,
                            const GroupDigits& digits, float* out, int64_t stride) {
   const Side& side = begin->tier->key;

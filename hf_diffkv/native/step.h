@@ -7,7 +7,7 @@
 namespace diffkv {
 namespace {
 
-// Writes a row in the store's form, rounded once; returns whether all its elements are numbers of at most `limit`.
+// Writes a row in the store's form, rounded once; returns whether no element is NaN or beyond `limit`.
 template <class Element>
 inline bool enter(const Element* from, Element* to, int dim, bool rotated, const float* offset, float limit) {
   if (rotated || offset) {
@@ -86,7 +86,7 @@ struct Attention {
   void finish(int64_t index, Work& work) const;
 };
 
-// Cuts all rows into `count` chunks, and lays out their results after the chunks.
+// Cuts all rows into chunks of about `target` tokens and lays out their results after them. Returns their number.
 inline int64_t Attention::plan(int64_t target, Places& take) {
   const int64_t group = step->group, value = padded(step->format.tier[0].value.dim);
   take(chunks, count);

@@ -1,1 +1,1 @@
-"""Operations on pages, which take and return plain tensors. Each has a PyTorch reference besides its kernels."""
+"""Operations on pages that take and return plain tensors. All but `store_prompt` have a PyTorch reference."""

@@ -1,4 +1,4 @@
-"""Choice of the backend that runs an op, and the GPU's properties for kernel launchers.
+"""Choice of the backend that runs an op, and GPU properties for kernel launchers.
 
 Ops run as Triton kernels on supported GPUs, as native code on CPUs where it was built, and as the PyTorch reference
 elsewhere.
@@ -25,14 +25,14 @@ from ..pages import LayerRows, PageLayout, TierLayout
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # older NVIDIA devices have less shared memory than the kernels need, and no bfloat16
 OLDEST_CAPABILITY = (8, 0)
-# AMD devices and oldest Triton that the kernels are compiled for and with (docs/kernels.md)
+# AMD devices that the kernels are compiled for, and the oldest Triton that compiles them (docs/kernels.md)
 AMD_TARGETS = ("gfx942",)
 OLDEST_TRITON = (3, 6)
 # PyTorch's GPU builds include Triton
 INSTALL = install("gpu")
-# consumer GPUs of all generations have the shared memory of sm_86, which suffices for the choices made for sm_80
+# all consumer GPUs have as much shared memory as sm_86, which suffices for the choices made for sm_80
 OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
-# elements of a rotary key or a latent that kernels take
+# most elements that kernels accept in a rotary key or latent
 WIDEST_LATENT = 512
 # target of interpreted kernels
 INTERPRETER = "interpreter"
@@ -43,7 +43,7 @@ forced: str | None = None
 
 @dataclass(frozen=True)
 class Device:
-    """Properties of a device by which launchers choose sizes and constants.
+    """Properties of a device from which launchers choose sizes and constants.
 
     Attributes:
         target: `sm_80`, `sm_90`, `sm_100`, `gfx942` or `INTERPRETER`.
@@ -85,7 +85,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def choose(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> str:
-    """Returns the one of `BACKENDS` that runs ops for a model of `dtype` on `device` with pages of `tiers`."""
+    """Returns the entry of `BACKENDS` that runs ops for a model of `dtype` on `device` with pages of `tiers`."""
     if use_kernels(device, dtype):
         return KERNELS
     wanted = device.type == "cpu" if forced is None else forced == NATIVE
@@ -100,9 +100,9 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def takes_latents(layout: PageLayout) -> bool:
-    """Returns whether kernels attend from absorbed queries (store/latent.py) to pages of this layout.
+    """Returns whether kernels can attend from absorbed queries (store/latent.py) to pages of this layout.
 
-    They multiply latents by quarters, each with one scale, and update no scores.
+    They multiply latents one quarter at a time, each with one scale, and update no scores.
     """
     high = layout.high
     in_quarters = high.value_dim % 4 == 0 and all(
@@ -144,7 +144,7 @@ def without_autocast(op: Callable) -> Callable:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict[str, object], **more: object) -> None:
-    """Launches a Triton kernel with the entries of `given` that it has parameters for, and with all of `more`.
+    """Launches a Triton kernel with the entries of `given` that match its parameters, and with all of `more`.
 
     Triton launches on the current device, so `device` is made current.
     """
@@ -154,7 +154,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict
 
 
 def row_arguments(rows: LayerRows) -> dict[str, object]:
-    """Returns a layer's rows as arguments of kernels."""
+    """Returns a layer's rows as kernel arguments."""
     names = ("high_count", "low_count", "window_key", "window_value", "window_score", "window_start", "sink_end")
     free_list, (high, low) = rows.free_list, rows.tiers
     return {

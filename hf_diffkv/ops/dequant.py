@@ -22,7 +22,7 @@ from ..precision import CODE_BITS
 
 PORTABLE = 0
 PTX = 1
-# forms of unpacked codes: plus their `code_bias`, exact, or times their `code_unit`
+# forms of unpacked codes: with `code_bias` added, exact, or multiplied by `code_unit`
 BIASED, EXACT, SUBNORMAL = FORMS = tuple(map(tl.constexpr, range(3)))
 BYTES = 0x01010101
 HALVES = 0x00010001
@@ -63,8 +63,8 @@ def mantissa_bit(bits, piece):
 def assembly(bits: int, form: int, chosen: Sequence[int]) -> str:
     """Returns PTX that turns words of four packed bytes into two words of two fp16 for each of the `chosen` pieces.
 
-    Codes of a single field take one word. Codes of several fields take words for each field: a 4-bit field one for the
-    even quarters and one for the odd ones, a 2-bit field one, and a 1-bit field one for each half of a quarter, with
+    Codes of a single field take one word. Codes of several fields take words for each field: for 4 bits, one for the
+    even quarters and one for the odd ones; for 2 bits, one; for 1 bit, one for each half of a quarter, with
     zeros in the other half. prmt spreads bytes over 16-bit halves. lop3 with 0xEA is (a & b) | c; with 0xE4 it selects
     a where c is set, otherwise b.
     """
@@ -94,7 +94,7 @@ def assembly(bits: int, form: int, chosen: Sequence[int]) -> str:
 def _join(bits: int, piece: int, inputs: Sequence[str]) -> list[str]:
     """Returns PTX that joins the fields of a quarter's codes in the register "joined".
 
-    Bits are extracted for two quarters together, so that the assembler merges the instructions. With few bits both
+    Bits are extracted for two quarters together, so that the assembler merges the instructions. With few bits, both
     codes end up in one byte; otherwise the other quarter's bits land on bits that are replaced.
     """
     start, lines = mantissa_bit(bits, piece), []
@@ -174,7 +174,7 @@ def code_bias(bits, piece, mode):
 
 @triton.constexpr_function
 def code_unit(bits, piece, mode):
-    """Returns the number that `SUBNORMAL` unpacking makes of a piece's code of 1, a power of two."""
+    """Returns the number, a power of two, that `SUBNORMAL` unpacking turns a piece's code of 1 into."""
     return 1.0 if mode == 0 else 2.0 ** (mantissa_bit(bits, piece) - 24)
 
 
@@ -185,13 +185,13 @@ def unpack(packed, BITS: tl.constexpr, FORM: tl.constexpr, HERE: tl.constexpr, M
 
     PTX mode needs tiles of a multiple of 4 bytes. Without HERE, every piece has its own assembly, because Triton 3.8
     gives only one result of an assembly the layout of a matrix operand; the assembler merges the common instructions.
-    With HERE, the assembly is declared impure, which keeps Triton from moving the change of layout.
+    With HERE, the assembly is declared impure, which keeps Triton from moving the layout change.
 
     Args:
         packed: tuple of uint8 [tokens, lanes], one for each word that `assembly` takes.
-        FORM: `BIASED`, `EXACT` or `SUBNORMAL`; they differ in PTX mode only.
+        FORM: `BIASED`, `EXACT` or `SUBNORMAL`; they differ only in PTX mode.
         HERE: whether to unpack in the layout of the loaded tiles, so that unpacked codes may change threads. Otherwise
-            Triton moves the change of layout ahead of unpacking, and every thread unpacks the codes that it multiplies.
+            Triton moves the layout change ahead of unpacking, and every thread unpacks the codes that it multiplies.
             That pays off if these are four or more consecutive bytes.
     """
     COUNT: tl.constexpr = pieces(BITS)
@@ -230,7 +230,7 @@ def portable_piece(packed, PIECE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def portable_field(packed, PIECE: tl.constexpr, FIELD: tl.constexpr, FIRST: tl.constexpr):
-    """Returns one field of a quarter's codes, which is packed in the words from FIRST on."""
+    """Returns one field of a quarter's codes, which is packed in the words starting at FIRST."""
     if FIELD == 4:
         field = packed[FIRST + PIECE % 2] >> (PIECE // 2 * 4)
     else:
@@ -246,7 +246,7 @@ def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
 
     Args:
         FULL: whether all elements exist; loads without a mask are wider.
-        EVICT: eviction policy: "evict_first" for data that is read once, otherwise "".
+        EVICT: eviction policy, "evict_first" for data that is read once, otherwise "".
     """
     if FULL:
         return tl.load(pointer[:, None] + lane[None, :], eviction_policy=EVICT)
@@ -258,8 +258,8 @@ def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
 def load_runs(rows, RUNS: tl.constexpr, SIZE: tl.constexpr, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr):
     """Loads 1, 2 or 4 neighbouring runs of SIZE bytes of each row as a tuple of tiles [tokens, lanes].
 
-    A single load takes full runs of 32 bytes, the L2 cache's sectors, of which two loads would take the same ones where
-    rows are not aligned. Shorter runs would change threads. Other arguments as in `load_lanes`.
+    Full runs of 32 bytes, the size of an L2 sector, take a single load, because two loads would read the same sectors
+    if rows are not aligned. Shorter runs would change threads. Other arguments are as in `load_lanes`.
     """
     if FULL and SIZE == 32:
         return halves(load_lanes(rows, tl.arange(0, RUNS * SIZE), None, True, EVICT), RUNS)
@@ -272,7 +272,7 @@ def load_runs(rows, RUNS: tl.constexpr, SIZE: tl.constexpr, lane, exists, FULL: 
 
 @triton.jit
 def halves(tile, COUNT: tl.constexpr):
-    """Splits a tile [tokens, lanes] along its lanes into COUNT equal ones, a power of two."""
+    """Splits a tile [tokens, lanes] along its lanes into COUNT equal tiles; COUNT is a power of two."""
     if COUNT == 1:
         return (tile,)
     else:
@@ -284,9 +284,9 @@ def halves(tile, COUNT: tl.constexpr):
 @triton.jit
 def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
                HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
-    """Loads codes of packed rows of DIM elements as a tuple of [tokens, lanes] for the `pieces`.
+    """Loads codes of packed rows of DIM elements as a tuple of [tokens, lanes], one for each of the `pieces`.
 
-    Other arguments as in `unpack` and `load_lanes`.
+    Other arguments are as in `unpack` and `load_lanes`.
 
     Args:
         rows: uint8 pointers [tokens].
@@ -346,7 +346,7 @@ def gather_field(rows, element, mask, BITS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def stack_pieces(tiles, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Concatenates COUNT tiles [tokens, lanes] of a tuple, from FIRST on, to [tokens, COUNT * lanes]."""
+    """Concatenates COUNT tiles [tokens, lanes] of a tuple, starting at FIRST, into [tokens, COUNT * lanes]."""
     if COUNT == 1:
         return tiles[FIRST]
     else:

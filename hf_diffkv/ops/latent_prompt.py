@@ -1,4 +1,4 @@
-"""Attention of several new tokens with absorbed queries, whose logits have a part of the value (store/latent.py)."""
+"""Attention of several new tokens with absorbed queries, whose logits include part of the value (store/latent.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .softmax import Softmax
 def with_absorbed_queries(
     prefill_attention: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Returns `prefill_attention` for absorbed queries; all tensors have one form, the model's or the store's."""
+    """Returns `prefill_attention` for absorbed queries; all tensors have the same form, the model's or the store's."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, past: EarlierTokens, **options: Any

@@ -25,7 +25,7 @@ MIX_FACTOR = tl.constexpr(segments.MIX_FACTOR)
 
 @triton.constexpr_function
 def zero_factor(bits):
-    """Returns the factor of a zero point's 6 bits besides the scale; all products are exact."""
+    """Returns the factor of a zero point's 6 bits apart from the scale; all products are exact."""
     return -segments.ZERO_STEP * (2**bits - 1)
 
 
@@ -58,7 +58,7 @@ def metadata_of(word, BYTES: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def pair_of(word):
-    """Returns scale and zero point from uint32: an fp16 scale in the low half, an fp16 zero point in the high half."""
+    """Returns the scale and zero point from uint32: fp16 scale in the low half, fp16 zero point in the high half."""
     scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return scale.to(tl.float32), zero.to(tl.float32)
@@ -66,10 +66,10 @@ def pair_of(word):
 
 @triton.jit
 def scale_and_zero(word, BITS: tl.constexpr):
-    """Returns scale and zero point from uint16."""
+    """Returns the scale and zero point from uint16."""
     word = word.to(tl.uint32)
     scale = scale_of(word >> 6)
-    # as a float these bits are 2^23 plus the 6 bits, which is cheaper than a conversion
+    # as a float, these bits are 2^23 plus the 6 bits, which is cheaper than a conversion
     levels = ((word & ZERO_LEVELS) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     return scale, levels * scale * zero_factor(BITS)
 
@@ -129,7 +129,7 @@ def load_scores(segment, slot, mask, BYTES: tl.constexpr):
 
 @triton.jit
 def store_scores(segment, slot, score, mask, BYTES: tl.constexpr):
-    """Stores the first scores of slots; scores of 2 bytes are rounded to nearest."""
+    """Stores the initial scores of slots; 2-byte scores are rounded to nearest."""
     if BYTES == 2:
         bits = score.to(tl.int32, bitcast=True)
         noise = BELOW_HALF + ((bits >> SCORE_SHIFT) & 1)

@@ -1,7 +1,7 @@
 """Rotation of keys and values by a Hadamard matrix with random signs.
 
-It spreads outlier channels over all channels, so that few bits suffice (QuaRot, NeurIPS 2024; SAW-INT4 rotates KV
-caches likewise).
+It spreads outlier channels over all channels, so that few bits suffice (QuaRot, NeurIPS 2024; SAW-INT4 does the
+same for KV caches).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .backend import compute_dtype, without_autocast
 
-# elements that are converted to float32 at a time
+# elements converted to float32 at a time
 FLOAT_ELEMENTS = 1 << 21
 
 

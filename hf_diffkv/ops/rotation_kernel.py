@@ -15,11 +15,11 @@ from .backend import device_of, unit_stride
 from .quantize.kernels import stored_bits, tile_dims
 from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 
-# channels that are multiplied at a time
+# channels multiplied at a time
 INNER = 32
-# wider tiles need twice the warps, as they would spill kilobytes
+# wider tiles need twice the warps, or they would spill kilobytes
 WIDEST_OF_FEW_WARPS = 256
-# from here on a program would read a megabyte of signs for its few tokens
+# from this size up, a program would read a megabyte of signs for its few tokens
 MATRIX_PRODUCT_DIM = 512
 
 
@@ -43,7 +43,7 @@ def rotated_tile(rows, active, matrix, inner_stride, column_stride, ROOT: tl.con
 
     Args:
         rows: pointers to the tokens, [tokens].
-        matrix: float32 [DIM, DIM] with entries -1 / ROOT, 0 and 1 / ROOT, with the strides given.
+        matrix: float32 [DIM, DIM] with entries -1 / ROOT, 0 and 1 / ROOT, with the given strides.
         OPERAND: dtype in which signs and elements are multiplied; it must hold both exactly.
     """
     dim, exists = tile_dims(DIM, BITS, WIDTH)
@@ -77,7 +77,7 @@ def rotate_kernel(
     """Rotates BLOCK tokens of one head. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
     Args:
-        tensor: [batch, heads, tokens, DIM], with the strides given.
+        tensor: [batch, heads, tokens, DIM], with the given strides.
         output: contiguous [batch, heads, tokens, DIM].
         offset: offset to subtract, float32 [batch * heads, DIM], or None.
     """
@@ -96,7 +96,7 @@ def rotate_kernel(
 
 
 def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) -> Tensor:
-    """Rotates as `rotation.rotate`, in one launch; leaves float64, and an offset alone, to PyTorch."""
+    """Rotates as `rotation.rotate` does, in one launch; leaves float64, and offsets without a matrix, to PyTorch."""
     if matrix is None or tensor.dtype == torch.float64:
         return rotation.rotate(tensor, matrix, offset)
     batch, heads, tokens, dim = tensor.shape
@@ -145,7 +145,7 @@ def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def block_tokens(widest: int) -> int:
-    """Returns the tokens of a tile of `widest` channels: enough for matrix products, few enough for registers."""
+    """Returns the tokens per tile of `widest` channels: enough for matrix products, few enough for registers."""
     return max(16, min(64, TILE_ELEMENTS // triton.next_power_of_2(widest)))
 
 

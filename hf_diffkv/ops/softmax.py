@@ -25,8 +25,8 @@ class Softmax:
     def factors(self) -> tuple[float, float | None]:
         """Returns (scale, cap), with which the kernels turn q . k into a logit in units of log2.
 
-        Without a softcap the logit is scale * (q . k). With one it is softcap * tanh(scaling * (q . k) / softcap). The
-        kernels compute tanh(x / 2) as 1 - 2 / (exp(x) + 1), so scale yields x * log2(e), and cap is softcap * log2(e).
+        Without a softcap, the logit is scale * (q . k). With one, it is softcap * tanh(scaling * (q . k) / softcap).
+        Kernels compute tanh(x / 2) as 1 - 2 / (exp(x) + 1), so scale yields x * log2(e), and cap is softcap * log2(e).
         """
         if self.softcap is None:
             return self.scaling * log2(e), None
@@ -35,7 +35,7 @@ class Softmax:
 
 @dataclass
 class SharedAttention:
-    """Accumulator of the attention to the same tokens by several layers, whose query heads count as one group.
+    """Accumulator of the attention from several layers to the same tokens; their query heads count as one group.
 
     Attributes:
         last: whether the next layer is the last one, which alone updates the sums.

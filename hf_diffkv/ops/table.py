@@ -1,9 +1,8 @@
 """Table of the ops' implementations.
 
 Each op has an implementation in plain PyTorch, the reference, and may have others: Triton kernels and native code. An
-implementation handles everything its backend is chosen for, if necessary through the reference. A backend without an
-implementation of its own uses the reference's, or one that is composed of other ops. To add an op or a backend, add it
-here.
+implementation handles everything its backend is chosen for, if necessary through the reference. A backend without its
+own implementation uses the reference's, or one composed of other ops. To add an op or a backend, add it here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .backend import KERNELS, NATIVE, REFERENCE, choose, takes_latents, without_
 
 
 def _of_all(folder: str, op: str) -> dict[str, str]:
-    """Returns where the implementations of an op are that every backend has in its file of a folder."""
+    """Returns the places of an op that every backend implements in its own file of a folder."""
     files = {REFERENCE: "reference", NATIVE: "native", KERNELS: "launch"}
     return {backend: f"{folder}.{file}:{op}" for backend, file in files.items()}
 
@@ -47,7 +46,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "feedback_of": {REFERENCE: "rounding.moments:feedback_of", KERNELS: "rounding.launch:feedback_of"},
     "rotate": {REFERENCE: "rotation:rotate", KERNELS: "rotation_kernel:rotate"},
 }
-# stands in for `append_and_attend` where a backend has none; the first argument is the backend's ops
+# stands in for `append_and_attend` where a backend lacks it; the first argument is the backend's ops
 COMPOSED = "decode_attention.reference:append_and_attend"
 
 
@@ -67,7 +66,7 @@ class Ops:
         store_tokens, load_tokens, move_tokens: quantise tokens into pages, read them back and copy them
             (quantize/reference.py).
         round_keys: rounds keys for the queries that read them (rounding/reference.py).
-        second_moment, feedback_of: moment of queries, and the feedback by which keys are rounded (rounding/moments.py).
+        second_moment, feedback_of: moment of queries, and the feedback that rounds keys for them (rounding/moments.py).
         rotate: rotates channels and subtracts an offset (rotation.py).
     """
 
@@ -98,7 +97,7 @@ def ops_for_rows(rows: LayerRows) -> Ops:
 
 
 def latent_ops(ops: Ops, layout: PageLayout) -> Ops:
-    """Returns what stands in for `ops` in layers that cache latents (docs/latent.md): no kernels take their prompts."""
+    """Returns the replacement for `ops` in layers that cache latents (docs/latent.md); prompts use no kernels."""
     if ops.backend != KERNELS:
         return ops
     plain = ops_of(REFERENCE)

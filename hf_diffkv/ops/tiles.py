@@ -33,7 +33,7 @@ class Tiles:
 
 @dataclass(eq=False)
 class Bounds:
-    """The host's upper bounds on the rows' lengths, which need no look at the device.
+    """The host's upper bounds on the rows' lengths, known without reading the device.
 
     Attributes:
         max_tokens: upper bound on the tokens of any row, window included.
@@ -58,7 +58,7 @@ def build_tiles(counts: np.ndarray, lookahead: int, capacity: int, device: torch
 
     Args:
         counts: minimum number of tokens of each row, int [rows].
-        lookahead: maximum number of further tokens of each row.
+        lookahead: maximum number of additional tokens per row.
         capacity: tokens per page.
         device: device of the result.
     """

@@ -27,7 +27,7 @@ _peak: dict[int, int] = {}
 
 
 class CudaDriverError(RuntimeError):
-    """Raised when a call of the CUDA driver fails.
+    """Raised when a call to the CUDA driver fails.
 
     Attributes:
         code: `CUresult` of the driver.
@@ -78,7 +78,7 @@ class DeviceMemory:
         size: size of the address range in bytes.
 
     Raises:
-        CudaDriverError: a call of the driver failed.
+        CudaDriverError: a call to the driver failed.
     """
 
     def __init__(self, library: Any, index: int, size: int) -> None:
@@ -95,7 +95,7 @@ class DeviceMemory:
         self.mapped = 0
         self._parts: list[tuple[int, int, int]] = []
         self._finalizer = weakref.finalize(self, _give_back, library, index, self.address, self.size, self._parts)
-        # at exit the driver may be unloaded, and frees everything itself
+        # at exit, the driver may already be unloaded, and it frees everything itself
         self._finalizer.atexit = False
 
     @property
@@ -127,7 +127,7 @@ class DeviceMemory:
         _count(self.index, more)
 
     def shrink(self, num_bytes: int) -> None:
-        """Unmaps memory that lies wholly beyond the first `num_bytes`, after all launched kernels have finished."""
+        """Unmaps memory wholly beyond the first `num_bytes`, after all launched kernels have finished."""
         if not self._parts or self._parts[-1][0] < self.address + num_bytes:
             return
         torch.cuda.synchronize(self.index)
@@ -153,7 +153,7 @@ def _give_back(*memory: Any) -> None:
 
 def give_back_dropped() -> None:
     """Frees memory without an owner; memory that cannot be freed now waits for the next call."""
-    # left to a later call during stream capture, or if garbage collection calls this function within itself
+    # left to a later call during stream capture, or if garbage collection re-enters this function
     if not _dropped or not capture_lock.acquire(blocking=False):
         return
     try:
@@ -193,7 +193,7 @@ def mapped_bytes(device: torch.device) -> int:
 
 
 def peak_mapped_bytes(device: torch.device) -> int:
-    """Returns the peak of the bytes mapped on `device` since `reset_peak_mapped`."""
+    """Returns the peak number of bytes mapped on `device` since `reset_peak_mapped`."""
     return _peak.get(_index(device), 0)
 
 

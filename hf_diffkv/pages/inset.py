@@ -1,12 +1,12 @@
-"""Insets: by how much the codes of rotated values end before their range does (ours).
+"""Insets: how far inside the range of rotated values their codes end (not in the paper).
 
-The elements of a rotated value are about normally distributed, so few are near the ends of their range. Codes that end
-a part of the range before it lose less, but shrink values on average, which a sum over many tokens would not even out.
-Values are divided by that shrinkage before they are quantised. The mean square error that is left is .65 of that of
-codes from end to end for 2 bits and 64 elements, .87 for 3 bits and .96 for 4; for 128 elements .56, .79 and .93.
+The elements of a rotated value are roughly normally distributed, so few are near the ends of their range. Codes that
+stop short of the ends lose less, but shrink values on average, which a sum over many tokens would not even out. Values
+are divided by that shrinkage before they are quantised. With 64 elements, the mean square error is then .65 times that
+of codes spanning the range at 2 bits, .87 at 3 bits and .96 at 4; with 128 elements, .56, .79 and .93.
 
-Keys are not inset: few large ones decide what is found, and those would lose (docs/notes/quality-studies.md, which also
-has how the table was made).
+Keys are not inset: a few keys with a large range decide what is found, and they would lose accuracy
+(docs/notes/quality-studies.md, which also shows how the table was made).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 
 class Inset(NamedTuple):
-    """How values of some bits are quantised.
+    """How values with a given number of bits are quantised.
 
     Attributes:
-        parts: parts of the range of a group, of which one at each end is left to the outermost codes; 0 leaves none.
-        shrinkage: scalar product of a value with its codes over that with itself; values are divided by it.
+        parts: parts in a group's range, one of which is left to the outermost code at each end; 0 leaves none.
+        shrinkage: scalar product of a value with its codes, over that with itself; values are divided by it.
     """
 
     parts: float
@@ -27,7 +27,7 @@ class Inset(NamedTuple):
 
 
 FULL_RANGE = Inset(0.0, 1.0)
-# by elements of a group and bits; all numbers are exact in float32
+# by elements per group and bits; all numbers are exact in float32
 _INSETS = {
     16: {2: Inset(10.5, 941 / 1024), 3: Inset(48.0, 1009 / 1024)},
     32: {2: Inset(7.5, 926 / 1024), 3: Inset(24.0, 1000 / 1024)},
@@ -41,6 +41,6 @@ _INSETS = {
 
 
 def inset_of(bits: int, elements: int) -> Inset:
-    """Returns the inset of groups of `elements` elements at `bits` bits: that of the largest group not above it."""
+    """Returns the inset of groups of `elements` elements at `bits` bits, from the largest listed size up to that."""
     known = [size for size in _INSETS if size <= elements]
     return _INSETS[max(known)].get(bits, FULL_RANGE) if known else FULL_RANGE

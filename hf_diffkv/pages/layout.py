@@ -5,8 +5,8 @@
 A code is split, from its lowest bit up, into fields of 8, 4, 2 and 1 bits whose widths add up to its number of bits: a
 6-bit code has a field of 4 bits and one of 2. A row holds the packed first fields of all D elements, then the packed
 second fields, and so on. Fields of b bits are packed in bit planes: with P = 8 / b, byte j holds, from its lowest bits
-up, the fields of elements j, j + D/P, j + 2 D/P, ..., so that a kernel unpacks with shifts alone, without shuffles.
-`unpack` in ops/quantize/reference.py, ops/dequant.py and native/quantize.h read this packing. At 16 bits a row holds
+up, the fields of elements j, j + D/P, j + 2 D/P, ..., so that a kernel unpacks with shifts only, without shuffles.
+`unpack` in ops/quantize/reference.py, ops/dequant.py and native/quantize.h read this packing. At 16 bits, a row holds
 elements of the model's dtype and has no metadata. The other segments are wide or narrow:
 
     metadata_bits          32                       16
@@ -15,7 +15,7 @@ elements of the model's dtype and has no metadata. The other segments are wide o
     position               int32                    uint16, or int32 where positions may be above 65,535
 
 Configurations without token selection (`DiffKVConfig.selects`) have pages without scores and positions. All tokens of a
-row then have one tier and are stored in order of position, without gaps after the sinks.
+row are then in one tier, stored in order of position, without gaps after the sinks.
 
 uint16 metadata of b-bit codes is 64 * s + z. The scale is the fp16 number with the bits 32 * s: no sign, 5 bits of
 exponent, 5 of mantissa. The zero point is -z * scale * (2^b - 1) * 65 / 4096, which is exact in float32. It lies about
@@ -23,8 +23,8 @@ z / 63 into the range that the codes cover, which always contains 0. A uint16 sc
 bits s * 2^13 + 81 * 2^23, or 0 if s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. The rounding of both is
 described in `pages/segments.py`.
 
-Rotated values of few bits in narrow pages are inset (`pages/inset.py`): their codes are chosen otherwise, and read the
-same.
+Rotated values of few bits in narrow pages are inset (`pages/inset.py`): their codes are chosen differently but read
+the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GOOD_FILL = {32: 0.995, 16: 0.98}
 # products with narrow zero points of wider codes are not exact in float32, so those codes always have 32-bit metadata
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
-# arguments for pages of the presets: narrow, without scores and positions, of rotated values
+# arguments for the presets' pages: narrow, without scores and positions, holding rotated values
 UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0, "rotated": True}
 
 
@@ -110,7 +110,7 @@ class TierLayout:
 
     @property
     def payload_bits(self) -> int:
-        """Bits of one token's codes alone, as the papers count them."""
+        """Bits of one token's codes only, as papers count them."""
         return 8 * (self.key_row + self.value_row)
 
 
@@ -141,7 +141,7 @@ class PageLayout:
 
     @cached_property
     def selects(self) -> bool:
-        """Whether pages hold scores and positions, by which tokens are selected."""
+        """Whether pages hold the scores and positions that token selection needs."""
         return self.high.score_bytes > 0
 
     @property
@@ -227,7 +227,7 @@ class PageLayout:
         """Builds the layout for a configuration.
 
         Args:
-            max_positions: upper bound on a request's tokens; None if unknown. Other arguments as in `build`.
+            max_positions: upper bound on a request's tokens; None if unknown. Other arguments are as in `build`.
         """
         return cls.of_pairs(config, (config.high, config.low), key_dim, value_dim, element_bytes, max_positions)[0]
 
@@ -244,8 +244,8 @@ class PageLayout:
         """Builds the layouts of pages that hold two neighbours of `precisions` at a time, all of one size.
 
         Args:
-            precisions: at least two, one after the other.
-            max_positions: upper bound on a request's tokens; None if unknown. Other arguments as in `build`.
+            precisions: at least two precisions, in order.
+            max_positions: upper bound on a request's tokens; None if unknown. Other arguments are as in `build`.
         """
         few = max_positions is not None and max_positions <= NARROW_POSITIONS
         position_bytes = 2 if few and config.metadata_bits == 16 else 4
@@ -275,7 +275,7 @@ def _starts(sizes: tuple[int, ...], count: int) -> list[int]:
 
 
 def _capacity(sizes: tuple[int, ...], page_bytes: int) -> int:
-    """Returns the number of tokens that fit into a page."""
+    """Returns the number of tokens that fit in a page."""
     count = page_bytes // sum(sizes)
     while _starts(sizes, count)[-1] > page_bytes:
         count -= 1
@@ -314,7 +314,7 @@ def _tier(
 ) -> TierLayout:
     capacity = _capacity(sizes, page_bytes)
     key_row, key_metadata, value_row, value_metadata, score_bytes, position_bytes = sizes
-    # values that are demoted to as many bits must stay as they are
+    # values demoted to the same number of bits must stay as they are
     is_inset = rotated and (demoted is None or demoted.v_bits > precision.v_bits)
     is_inset &= value_metadata == 2 * precision.v_groups
     places = ("key", "key_metadata", "value", "value_metadata", "score", "position")

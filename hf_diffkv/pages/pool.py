@@ -1,6 +1,6 @@
 """Page pool of one device: the pages' memory, its growth, and the free list.
 
-Free pages are allotted by prefix sums (DiffKV, section 5): the free ids are kept in a ring on the device, and a prefix
+Free pages are assigned by prefix sums (DiffKV, section 5): the free ids are kept in a ring on the device, and a prefix
 sum over all rows turns each row's demand into a disjoint range of the ring, without locks and without a loop over rows.
 """
 
@@ -14,17 +14,17 @@ from .reserve import reserve
 NULL_PAGE = 0
 # entries of `FreeList.state`
 START, FREE, CAPACITY = 0, 1, 2
-# pages that are copied at once when some have to move
+# pages copied at a time when some have to move
 PAGES_AT_ONCE = 256
 
 
 class PagePool:
-    """Unified pages of `page_bytes` each. Page 0 is the null page and is never given out.
+    """Unified pages of `page_bytes` each. Page 0 is the null page and is never handed out.
 
     Args:
         page_bytes: size of a page.
         device: device that holds the pages.
-        max_pages: maximum number of pages, the null page included; None is unlimited.
+        max_pages: maximum number of pages, including the null page; None is unlimited.
     """
 
     def __init__(self, page_bytes: int, device: torch.device, max_pages: int | None = None) -> None:
@@ -45,7 +45,7 @@ class PagePool:
 
     @property
     def granularity(self) -> int:
-        """Bytes of which the pages' memory is taken in multiples; 0 if that does not matter."""
+        """Unit in which the pages' memory is taken, in bytes; 0 if that does not matter."""
         return self._reservation.granularity
 
     @property
@@ -104,7 +104,7 @@ class PagePool:
         self._add_pages(missing)
 
     def truncate(self, capacity: int, table: Tensor) -> None:
-        """Shrinks the pool to `capacity` pages, the null page included, moving the pages in use below that.
+        """Shrinks the pool to `capacity` pages, including the null page, moving the pages in use below that.
 
         Args:
             capacity: number of pages to keep.
@@ -145,7 +145,7 @@ class PagePool:
         self._count_owners(pages, 1)
 
     def release(self, pages: Tensor) -> None:
-        """Removes an owner from each of `pages`, int [n] without duplicates; frees the pages without one."""
+        """Removes an owner from each of `pages`, int [n] without duplicates; frees pages left without one."""
         if self.sharers is not None:
             self._grow_sharers()
             self._count_owners(pages, -1)
@@ -161,7 +161,7 @@ class PagePool:
         return self.sharers[pages.long()].long() + 1
 
     def _count_owners(self, pages: Tensor, more: int) -> None:
-        # in one operation, as garbage collection may release the pages of another owner between any two
+        # in one operation, because garbage collection may release another owner's pages between any two
         self.sharers.index_add_(0, pages.long(), self.sharers.new_ones(pages.numel()), alpha=more)
 
     def _grow_sharers(self) -> None:
@@ -171,7 +171,7 @@ class PagePool:
             self.sharers = grown
 
     def _add_pages(self, count: int) -> None:
-        # with a budget no memory is taken in advance
+        # with a budget, no memory is taken in advance
         self._reservation.commit((self.capacity + count) * self.page_bytes, ahead=self.max_pages is None)
         first, capacity = self.capacity, self.capacity + count
         if first == NULL_PAGE:
@@ -207,15 +207,15 @@ class FreeList:
         return int(self.state[FREE])
 
     def ids(self) -> Tensor:
-        """Returns the free page ids in the order in which they will be taken, int32 [free]. Reads the device."""
+        """Returns the free page ids in the order they will be taken, int32 [free]. Reads the device."""
         start, free, capacity = self.state.tolist()
         index = (start + torch.arange(free, device=self.ring.device)) % max(capacity, 1)
         return self.ring[index]
 
     def replace(self, ids: Tensor, capacity: int) -> None:
-        """Replaces the free pages by `ids`, int [n], out of `capacity` pages, fewer than before.
+        """Replaces the free pages with `ids`, int [n], out of `capacity` pages, fewer than before.
 
-        A ring that was lengthened by `reserve` stays in place.
+        A ring lengthened by `reserve` stays in place.
         """
         if self.ring.numel() <= self.capacity:
             self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
@@ -230,7 +230,7 @@ class FreeList:
         order = torch.arange(capacity, device=self.ring.device)
         fresh = first + order - free
         ids = torch.where(order < free, self.ring[(start + order) % before], fresh) if before else fresh
-        # all that may fail for lack of memory comes before the first change
+        # everything that may run out of memory comes before the first change
         ring = ids.to(torch.int32) if capacity > self.ring.numel() else self.ring
         after = torch.stack([torch.zeros_like(free), free + count, torch.full_like(free, capacity)])
         # entries beyond the free pages are meaningless
@@ -284,7 +284,7 @@ class FreeList:
         return torch.where(need, pages, 0)
 
     def give(self, pages: Tensor) -> None:
-        """Frees pages, int [n], which must not have an owner any more."""
+        """Frees pages, int [n], which must no longer have an owner."""
         start, free, capacity = self.state.tolist()
         index = (start + free + torch.arange(pages.numel(), device=pages.device)) % max(capacity, 1)
         self.ring[index] = pages.to(torch.int32)

@@ -1,7 +1,7 @@
 """Byte arrays that grow in place: address space is reserved once, and memory is taken on demand.
 
 Growth neither copies nor moves anything, so peak memory equals the memory held. If the operating system cannot reserve
-address space, the array grows by copying and `grows_in_place` is False. CUDA devices: `cuda_reserve.py`.
+address space, the array grows by copying and `grows_in_place` is False. For CUDA devices, see `cuda_reserve.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable
 import torch
 
 _logger = logging.getLogger("hf_diffkv")
-# MAP_NORESERVE: the reservation is not counted as memory in use (Python names the flag only from 3.13 on)
+# MAP_NORESERVE: the reservation is not counted as memory in use (Python names it only since 3.13)
 _NO_RESERVE = {"linux": 0x4000, "darwin": 0x0040}
 _FALLBACK_RESERVATION = 1 << 36
 _LARGE_PAGE = 1 << 21
 # memory taken in advance grows by at least 1 / GROWTH, because every extension is a driver call or a copy
 GROWTH = 16
-# what is raised where a device has no memory
+# exceptions raised when a device is out of memory
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
-# reservations that grow in place on other types of device; `cuda_reserve.py` adds its own
+# reservations that grow in place on other device types; `cuda_reserve.py` adds its own
 RESERVATIONS: dict[str, Callable[[torch.device], Reservation]] = {}
 
 
@@ -34,8 +34,8 @@ class Reservation:
     Attributes:
         device: device that holds the bytes.
         tensor: the memory, uint8 [at least committed].
-        committed: number of bytes that may be used, and that count as held.
-        granularity: bytes of which memory is taken in multiples; 0 if that does not matter.
+        committed: number of usable bytes, which count as held.
+        granularity: unit in which memory is taken, in bytes; 0 if that does not matter.
         slack: bytes held beyond `committed`.
     """
 

@@ -55,7 +55,7 @@ class PageTable:
 
         Args:
             tokens: number of tokens that a row must be able to store.
-            capacity: tokens per page, the smaller of both tiers.
+            capacity: tokens per page in the tier that holds fewer.
             high_pages: number of entries in use on the left of each row, int [layers, batch, heads].
         """
         needed = -(-tokens // capacity) + 2
@@ -84,7 +84,7 @@ class LayerRows:
 
     Attributes:
         layout: layout of the pages.
-        pool: page pool. Its `pages`, uint8 [pages, page_bytes], and `free_list` are looked up at every call, because
+        pool: page pool. Its `pages`, uint8 [pages, page_bytes], and `free_list` are looked up on every call, because
             they move when the pool grows.
         page_table: page ids, int32 [batch, heads, width], as in `PageTable`.
         high_count, low_count: tokens stored at each level, int32 [batch, heads].
@@ -92,7 +92,7 @@ class LayerRows:
         window_score: significance sums of exact tokens, float32 [batch, heads, slots].
         window_start, length, sink_end: bounds of the windows, int64 [batch]; they hold the tokens [0, sink_end) and
             [window_start, length).
-        sink_slots: number of a window's slots reserved for sinks.
+        sink_slots: window slots reserved for sinks.
         key_offset: offset subtracted from keys, [batch, heads, key_dim] in the compute dtype; [batch, heads, 0] without
             one.
         alpha_high, alpha_low: relative thresholds (DiffKV, section 4.2), float32 [batch, heads].
@@ -140,7 +140,7 @@ class LayerRows:
 
     @property
     def slots(self) -> int:
-        """Number of slots in a window, sinks included."""
+        """Number of slots in a window, including sinks."""
         return self.window_key.shape[2]
 
     @property
@@ -189,11 +189,11 @@ class LayerRows:
         return (self.length - self.window_start).clamp(min=0) + torch.minimum(self.length, self.sink_end)
 
     def slots_of(self, row: Tensor, token: Tensor) -> Tensor:
-        """Returns the window slots of exact tokens, given row and index of each, int64 [n]."""
+        """Returns the window slots of exact tokens, given the row and index of each, int64 [n]."""
         return slots_of(token, self.sink_end[row // self.heads], self.sink_slots, self.slots)
 
     def exact_tokens(self) -> tuple[Tensor, Tensor]:
-        """Returns row and index of each exact token, int64 [n] each, sorted by row, then index."""
+        """Returns the row and index of each exact token, int64 [n] each, sorted by row, then index."""
         start, end = self.window_start, self.sink_end
         count = self.held_count().repeat_interleave(self.heads)
         row = torch.repeat_interleave(torch.arange(count.numel(), device=self.device), count)
@@ -252,7 +252,7 @@ class KeptRows:
 
     Args:
         layout: layout of the pages.
-        sink_slots: number of a window's slots reserved for sinks.
+        sink_slots: window slots reserved for sinks.
         held: pool, page table, `invalid` and the tensors of `ROW_STATE`; all tensors but `invalid` are
             [layers, batch, ...].
 
@@ -323,8 +323,8 @@ def slots_of(position: Tensor, sink_end: Tensor, sink_slots: int, slots: int) ->
     Args:
         position: index of each token, int64.
         sink_end: end of the sinks, int64, broadcastable to `position`.
-        sink_slots: number of a window's slots reserved for sinks.
-        slots: number of a window's slots.
+        sink_slots: window slots reserved for sinks.
+        slots: slots in a window.
     """
     return torch.where(position < sink_end, position, sink_slots + position % (slots - sink_slots))
 
@@ -334,8 +334,8 @@ def held_tokens(start: Tensor, length: Tensor, sink_end: Tensor, sink_slots: int
 
     Args:
         start, length, sink_end: bounds of the windows, int64 [...].
-        sink_slots: number of a window's slots reserved for sinks.
-        slots: number of a window's slots.
+        sink_slots: window slots reserved for sinks.
+        slots: slots in a window.
     """
     start, length, sink_end = (bound[..., None] for bound in (start, length, sink_end))
     ring = torch.arange(slots - sink_slots, device=length.device)

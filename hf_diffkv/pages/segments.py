@@ -25,7 +25,7 @@ LARGEST_SCORE = 0xFFFF
 SCALE_SHIFT = 5
 LARGEST_SCALE = 0x3DF
 ZERO_LEVELS = 63
-# step of the zero point as a share of the range: near 1 / 63 with few bits, so that zero points are exact
+# step of the zero point as a share of the range: close to 1 / 63, with few bits so that zero points are exact
 ZERO_STEP = 65 / 4096
 # odd multipliers of the hash
 INDEX_FACTOR, LENGTH_FACTOR, MIX_FACTOR = 0x9E3779B1, 0xB504F333, 0x93CD3A2D
@@ -117,7 +117,7 @@ def segment(pages: Tensor, tier: TierLayout, offset: int, token_bytes: int, dtyp
 
 
 def score_segment(pages: Tensor, tier: TierLayout) -> Tensor | None:
-    """Returns `Segments.score` alone."""
+    """Returns only `Segments.score`."""
     return _numbers(pages, tier, tier.score_offset, tier.score_bytes, torch.float32)
 
 
@@ -158,7 +158,7 @@ def group_metadata(low: Tensor, high: Tensor, bits: int) -> Tensor:
 
 
 def scale_and_zero(metadata: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns float32 scale and zero point of codes of `bits` bits from uint16 metadata bits in int16."""
+    """Returns the float32 scale and zero point of `bits`-bit codes from uint16 metadata bits in int16."""
     word = metadata.to(torch.int32)
     scale = _scale(word >> 6 & 0x3FF)
     return scale, -(word & ZERO_LEVELS).float() * scale * (ZERO_STEP * (2**bits - 1))

@@ -63,12 +63,12 @@ def append_kernel(
         window_score: float32 [rows, slots].
         length: int64 [batch].
         invalid: uint8 [1].
-        key, value: [batch, heads, dim], with the strides given.
+        key, value: [batch, heads, dim], with the given strides.
         valid: uint8 [batch] or None.
         sink_end: int64 [batch] or None.
-        query: [batch, query_heads, KEY_DIM], with the strides given, or None.
+        query: [batch, query_heads, KEY_DIM], with the given strides, or None.
         held_query: rotated query, contiguous [batch, query_heads, KEY_DIM].
-        key_matrix, value_matrix: rotations; both or none.
+        key_matrix, value_matrix: rotations; both or neither.
         offset: float32 [rows, KEY_DIM] or None.
     """
     batch = tl.program_id(0).to(tl.int64)

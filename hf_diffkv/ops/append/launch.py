@@ -17,13 +17,13 @@ from ..rotation_kernel import INNER, root, rotate
 from .kernels import append_kernel
 from .reference import stored_form
 
-# elements of keys, or of values, that a program and one of its warps process at once
+# key (or value) elements that a program, and each of its warps, processes at once
 PROGRAM_ELEMENTS = 4096
 WARP_ELEMENTS = 512
 MOST_WARPS = 8
 # the loop over heads usually runs once, so no later iteration is prefetched into shared memory
 NUM_STAGES = 1
-# widest head that a program rotates without spilling, on AMD devices too; wider ones need launches of their own
+# widest head that a program rotates without spilling, on AMD devices too; wider ones need separate launches
 WIDEST_ROTATED = 256
 
 

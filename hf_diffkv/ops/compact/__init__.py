@@ -1,4 +1,4 @@
-"""Parallel KV compaction: changes tokens' levels, takes and frees pages, for all rows at once."""
+"""Parallel KV compaction: changes tokens' levels, and takes and frees pages, for all rows at once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Triton kernels of one compaction by Algorithm 1 (DiffKV, sections 4.3 and 5): four launches for any load.
+"""Triton kernels for one compaction by Algorithm 1 (DiffKV, sections 4.3 and 5), in four launches for any load.
 
     find_victims   finds the least significant token of the tier that each row's candidate enters, in splits of the row;
-                   skipped if pages have no scores, where all tokens of a row have one tier
-    plan_rows      decides what each row writes and which pages it lacks; ranks within a block of rows, block totals
-    assign_pages   ranks among all rows; takes page ids from the free list, updates table and counts
+                   skipped if pages have no scores, since each row then uses one tier
+    plan_rows      decides what each row writes and which pages it needs; ranks rows within a block, totals each block
+    assign_pages   ranks all rows; takes page ids from the free list; updates the table and counts
     move_tokens    requantises a demoted victim, then quantises the candidate into its slot (see `move_kernel`)
 
 `plan` is int32 [4, rows]: the index of the token written in the high and the low tier (-1: none), then the rank within
@@ -33,7 +33,7 @@ def pair_ranks(first, second):
         first, second: membership of each row, bool [BLOCK], with BLOCK at most 32768.
 
     Returns:
-        The ranks of both sets, int32 [BLOCK], that is the number of members before each row, then both totals, int32.
+        The ranks of both sets (the number of members before each row), int32 [BLOCK], then both totals, int32.
     """
     packed = first.to(tl.int32) | (second.to(tl.int32) << 16)
     inclusive = tl.cumsum(packed, 0)
@@ -183,8 +183,8 @@ def plan_rows_kernel(
 ):  # fmt: skip
     """Decides for BLOCK rows which tokens are written where, and which pages are needed. Grid: (blocks,).
 
-    If pages have no scores, victims and `low_threshold` are None. With ONE_TIER all candidates are then high; otherwise
-    those with a `high_threshold` of 0.
+    If pages have no scores, victims and `low_threshold` are None. All candidates are then high with ONE_TIER,
+    otherwise only those with a `high_threshold` of 0.
 
     Args:
         plan: int32 [4, rows], see the module docstring.
@@ -256,7 +256,7 @@ def assign_pages_kernel(
 ):  # fmt: skip
     """Takes the pages of BLOCK rows from the free list: all high pages in row order, then all low pages.
 
-    If pages are lacking, the whole compaction is cancelled: nothing changes, and the reason is set in `flag`.
+    If pages run out or a row is full, the whole compaction is cancelled: nothing moves, and `flag` gives the reason.
     Grid: (blocks,).
 
     Args:

@@ -21,7 +21,7 @@ SEARCH_TOKENS = 1024  # tokens that a program of the victim search reads at a ti
 SEARCH_PROGRAMS = 4096  # long rows are split until about this many programs run
 PLAN_ROWS = 256
 TOTALS_CHUNK = 256
-MOVE_ELEMENTS = 256  # elements of a tile of moved tokens, for one warp: no exchange between warps and no spills
+MOVE_ELEMENTS = 256  # elements in a tile of moved tokens, which one warp handles without spills or exchange
 
 
 def compact_windows(
@@ -82,7 +82,7 @@ def compact_windows(
 
 
 def _given(feedback: ModelFeedback | None, rows: LayerRows) -> dict[str, object]:
-    """Returns the feedback as arguments of the kernel."""
+    """Returns the feedback as kernel arguments."""
     if feedback is None:
         return {"feedback": None, "layer": None, "head": None, "layer_rows": 1, "model_heads": 1}
     sizes = {"layer_rows": rows.count // feedback.layer.numel(), "model_heads": feedback.matrix.shape[1]}
@@ -90,7 +90,7 @@ def _given(feedback: ModelFeedback | None, rows: LayerRows) -> dict[str, object]
 
 
 def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:
-    """Returns the number of splits in which each row is searched, and pages per split."""
+    """Returns the number of search splits per row, and the pages per split."""
     most = triton.cdiv(max(max_tokens, 1), min(layout.high.capacity, layout.low.capacity))
     tile = max(tile_pages(tier.capacity, SEARCH_TOKENS) for tier in (layout.high, layout.low))
     tiles = triton.cdiv(most, tile)

@@ -13,7 +13,7 @@ from .kernels import column
 
 @triton.jit
 def token_place(pages, table, row, index, width, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Returns page pointer and slot of each row's `index`-th token; page 0 if the index is -1."""
+    """Returns the page pointer and slot of each row's `index`-th token; page 0 if the index is -1."""
     position = tl.maximum(index, 0)
     entry = column(position // TIER.capacity, width, IS_LOW)
     page = tl.load(table + row.to(tl.int64) * width + entry, mask=index >= 0, other=0)
@@ -35,7 +35,7 @@ def matrices_of(feedback, layer, head, row, rows, layer_rows, heads, model_heads
 
 @triton.jit
 def rounded_keys(x, matrix, active, TIER: tl.constexpr):
-    """Returns a tile of keys, rounded by each active row's matrix, for quantisation."""
+    """Returns a tile of keys rounded for quantisation by each active row's matrix."""
     if matrix is not None and TIER.k_bits <= MOST_BITS:
         if tl.max(active.to(tl.int32), 0) > 0:
             x = round_for_tier(x, matrix[:, None, None], TIER)
@@ -47,7 +47,7 @@ def downgrade(
     rows, row, stride, high_codes, high_metadata, low_base, low_slot, active, demoted, matrix,
     HIGH: tl.constexpr, LOW: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Writes keys or values to the low tier: those of the high slot where `demoted`, otherwise those of the window."""
+    """Writes keys or values to the low tier: from the high slot where `demoted`, otherwise from the window."""
     dim, exists = tier_dims(LOW, IS_KEY)
     stored = read_tile(high_codes, high_metadata, demoted, dim, exists, HIGH, IS_KEY, DTYPE)
     fresh = read_input(rows, row, active & (demoted == 0), dim, exists, stride)
@@ -80,11 +80,11 @@ def move_tokens_kernel(
 ):  # fmt: skip
     """Moves the tokens of BLOCK rows: at most one into each tier, and both if a victim is demoted.
 
-    With ONE_TIER no token goes to the low tier. The first program also advances the free list past the `taken` pages,
+    With ONE_TIER, no token goes to the low tier. The first program also advances the free list past the `taken` pages,
     which no program reads any more. Grid: (cdiv(rows, BLOCK),).
 
     Args:
-        feedback: matrices by which keys are rounded, bfloat16 [model layers, model_heads, key_dim, key_dim], or None.
+        feedback: matrices that keys are rounded by, bfloat16 [model layers, model_heads, key_dim, key_dim], or None.
         layer, head: indices into the matrices (`ModelFeedback`); each layer has `layer_rows` rows of `heads` heads.
     """
     block = tl.program_id(0)

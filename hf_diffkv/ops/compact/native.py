@@ -12,7 +12,7 @@ from ...pages import LayerRows
 from ..rounding import ModelFeedback
 from ..tiles import Bounds
 
-# filled argument blocks of the rows of stores; records of rows live until one of their tensors moves
+# filled argument blocks, by rows of a store; a record of rows lives until one of its tensors moves
 _blocks: WeakKeyDictionary[LayerRows, Compaction] = WeakKeyDictionary()
 
 
@@ -49,7 +49,7 @@ def compact_windows(
 
 
 def _fixed_arguments(rows: LayerRows) -> Compaction:
-    """Creates the argument block of rows, with the addresses of tensors that stay in place."""
+    """Creates the rows' argument block, with the addresses of tensors that stay in place."""
     block = Compaction(format=format_of(rows.layout, rows.dtype), row_count=rows.count, heads=rows.heads)
     block.slots, block.sink_slots = rows.slots, rows.sink_slots
     block.key, block.value = address(rows.window_key), address(rows.window_value)

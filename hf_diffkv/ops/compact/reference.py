@@ -42,7 +42,7 @@ def candidates(rows: LayerRows, leaving: Tensor) -> Candidates:
     """Reads the candidates of all rows; `leaving`, bool [batch], marks the windows that a token leaves."""
 
     def of_rows(each: Tensor) -> Tensor:
-        # for a single request a reshape would return an expanded view, whose strides kernels do not read
+        # for a single request, reshaping would return an expanded view, whose strides the kernels ignore
         return each[:, None].expand(-1, rows.heads).contiguous().view(-1)
 
     slot = slots_of(rows.window_start, rows.sink_end, rows.sink_slots, rows.slots)
@@ -71,15 +71,15 @@ def compact_windows(
 
     Args:
         rows: rows of all layers; the caller guarantees one free page per row and tier.
-        window: number of tokens besides sinks that a window may keep.
+        window: tokens that a window may keep, not counting sinks.
         high_threshold, low_threshold: thresholds on mean significance, float32 [batch, heads]. If pages have no scores,
-            `alpha_high` of `rows` and None: candidates go to the high tier where it is 0, otherwise to the low tier.
+            pass `alpha_high` of `rows` and None: candidates go to the high tier where it is 0, otherwise to the low.
         bounds: the host's upper bounds on the rows' lengths, with tiles.
         flag: error bits on the device, int32 [1]; bits are set and never cleared. Bit 1: too few pages were free. Bit
             2: the two ends of a table row would have met. In both cases the compaction was cancelled: the candidates
-            are not stored, and only the windows' start has changed. The reference does not use it.
-        feedback: matrices by which keys of at most `LARGEST_BITS` bits are rounded, victims' keys included; None rounds
-            to nearest.
+            are not stored, and only the windows' starts have changed. The reference does not use it.
+        feedback: matrices that round keys of at most `LARGEST_BITS` bits, including victims' keys; None rounds to
+            nearest.
     """
     leaving = rows.length - rows.window_start > window
     _move(rows, candidates(rows, leaving), high_threshold, low_threshold, bounds.tiles, feedback)
@@ -161,7 +161,7 @@ def _mean(score: Tensor, position: Tensor, length: Tensor) -> Tensor:
 def _least_significant(
     pages: Tensor, layout: TierLayout, tier: int, table: Tensor, count: Tensor, length: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """Returns slot (int64 [rows]) and mean (float32 [rows]) of each row's least significant token.
+    """Returns the slot (int64 [rows]) and mean (float32 [rows]) of each row's least significant token.
 
     Ties go to the oldest token. A row without tokens has mean +inf.
     """
@@ -210,7 +210,7 @@ def _add_pages(
 
 
 def _locate(table: Tensor, tier: int, layout: TierLayout, slot: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns page of a row's `slot`-th token and slot within the page; the null page for inactive rows."""
+    """Returns the page of each row's `slot`-th token and its slot there; the null page for inactive rows."""
     width = table.shape[1]
     entry = column(tier, (slot // layout.capacity).clamp(max=width - 1), width)
     page = table.gather(1, entry[:, None])[:, 0].long()

@@ -1,7 +1,7 @@
-"""Rewrites rows after a forward of several tokens, in which many tokens may be removed, demoted or added at once.
+"""Rewrites rows after a forward of several tokens, when many tokens may be removed, demoted or added at once.
 
-Keys and values of added tokens stay in place until they are stored, so that each is copied only once, and few at a
-time.
+Keys and values of added tokens stay in place until they are stored, so that each is copied only once, and only a few
+at a time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..quantize.reference import move_tokens
 from ..rounding import LARGEST_BITS
 from ..table import Ops
 
-# tokens that are moved through a copy at once
+# tokens moved through a copy at a time
 MOVE_TOKENS = 1 << 14
-# tokens that are copied at once, on CPUs and elsewhere, where each part costs launches
+# tokens copied at a time, on CPUs and on other devices, where each part costs launches
 READ_TOKENS, READ_TOKENS_BY_KERNELS = 1 << 12, 1 << 16
 
 
@@ -37,7 +37,7 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True)
 class DenseTokens:
-    """A source of given keys [tokens, key_dim] and values [tokens, value_dim]."""
+    """A source of the given keys [tokens, key_dim] and values [tokens, value_dim]."""
 
     key: Tensor
     value: Tensor
@@ -102,7 +102,7 @@ class NewTokens:
         return tuple(torch.cat([piece[side].to(dtype) for piece in pieces])[back] for side in (0, 1))
 
     def parts(self) -> list[slice]:
-        """Returns slices over all tokens, each to be copied at once."""
+        """Returns slices that cover all tokens; each is copied at once."""
         step = READ_TOKENS if self.row.device.type == "cpu" else READ_TOKENS_BY_KERNELS
         return [slice(start, start + step) for start in range(0, self.row.numel(), step)]
 
@@ -135,7 +135,7 @@ def stored_tokens(rows: LayerRows, tier: int) -> StoredTokens:
 def token_positions(rows: LayerRows, tier: int, tokens: StoredTokens) -> Tensor:
     """Returns each stored token's index among the real tokens of its request, int64 [n].
 
-    If pages hold no positions, a row stores all tokens from the end of its sinks on.
+    If pages hold no positions, a row stores every token after its sinks.
     """
     layout = rows.tiers[tier]
     if layout.position_bytes == 0:
@@ -164,7 +164,7 @@ def rewrite_rows(
         demoted: True for high tokens that are not kept but move to the low tier, bool [n]; never set if pages hold no
             positions.
         new: tokens to add to each tier.
-        feedback: matrices by which added keys are rounded (ops/rounding), [rows, key_dim, key_dim]; None rounds each
+        feedback: matrices that added keys are rounded by (ops/rounding), [rows, key_dim, key_dim]; None rounds each
             element to the nearest code.
 
     Raises:
@@ -182,7 +182,7 @@ def rewrite_rows(
     given = sum(int((have - need).clamp(min=0).sum()) for _, _, have, need in plans)
     rows.pool.ensure_free(max(0, taken - given))
 
-    # most prompts have nothing before them, or one tier: operations on no tokens would take longer than the others
+    # most prompts follow no stored tokens or use one tier; operations on nothing would dominate the time
     held = [tier for tier in (HIGH, LOW) if stored[tier].row.numel()]
     for tier in held:
         if rows.layout.selects:
@@ -233,7 +233,7 @@ def _close_ranks(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor,
 
 
 def _entries(rows: LayerRows, tier: int, count: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns row and table column of each row's `count` entries, starting with its page `first` of the tier."""
+    """Returns the row and table column of each row's `count` entries, starting at its page `first` of the tier."""
     row = torch.repeat_interleave(torch.arange(count.numel(), device=count.device), count)
     index = torch.arange(row.numel(), device=count.device) - (count.cumsum(0) - count)[row] + first[row]
     return row, column(tier, index, rows.width)

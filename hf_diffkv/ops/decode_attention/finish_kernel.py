@@ -1,4 +1,4 @@
-"""Triton kernel after `attend_kernel`: merges the splits of a row and adds the received attention to scores.
+"""Triton kernel that follows `attend_kernel`: it merges a row's splits and adds the received attention to scores.
 
 Both run in one launch. Each program does one or the other, since neither needs the other's result.
 """
@@ -15,9 +15,9 @@ from .rows import LOG2_E, STEP, columns, row_counts, window_slots
 @triton.jit
 def softmax_state(partial_peak, partial_total, sinks, row, heads, there, kv_heads, splits, GROUP: tl.constexpr,
                   SPLIT_BLOCK: tl.constexpr):  # fmt: skip
-    """Returns peak and denominator of the softmax of some heads of a row, float32 [heads].
+    """Returns the softmax peak and denominator of some heads of a row, float32 [heads].
 
-    The peak is always finite, and the denominator is never zero or infinite. Further arguments as in `finish_kernel`.
+    The peak is always finite, and the denominator is never zero or infinite. Other arguments are as in `finish_kernel`.
 
     Args:
         heads: index of each head within the group, int32 [heads].
@@ -50,7 +50,7 @@ def softmax_state(partial_peak, partial_total, sinks, row, heads, there, kv_head
 
 @triton.constexpr_function
 def rows_at_once(split_block, lanes):
-    """Returns the number of partial outputs that are merged at once, which registers limit."""
+    """Returns the number of partial outputs that are merged at once, limited by registers."""
     return min(split_block, max(8192 // lanes, 1))
 
 
@@ -72,7 +72,7 @@ def merge_head(partial_output, partial_peak, partial_total, sinks, output, activ
         split = start + lane
         part_row = (first_row + split) * GROUP + head
         peaks = tl.load(partial_peak + part_row, mask=split < splits, other=-float("inf"))
-        # outputs of splits without tokens are loaded, so that no load waits for a peak, and hold anything
+        # splits without tokens may hold any output; it is loaded too, so that no load waits for a peak
         there = (split < splits)[:, None] & (column < VALUE_DIM)[None, :]
         part = tl.load(partial_output + part_row[:, None] * VALUE_DIM + column[None, :], mask=there, other=0.0)
         weighted = tl.math.exp2(peaks - peak)[:, None] * part
@@ -94,7 +94,7 @@ def received(logits, peaks, log_total, heads, token, present, GROUP: tl.constexp
 
 @triton.jit
 def joined(gained, held, place, present, FOLD: tl.constexpr, HOLD: tl.constexpr):
-    """Returns the maximum of `gained` and earlier layers' values at `place` (FOLD), and stores it there (HOLD)."""
+    """Returns the maximum of `gained` and, with FOLD, `held` at `place`; with HOLD, also stores it there."""
     if FOLD:
         gained = tl.maximum(gained, tl.load(held + place, mask=present, other=0.0))
     if HOLD:
@@ -138,7 +138,7 @@ def add_scores(pages, page_table, window_score, logits, block_peak, held, log_to
                shares, table_width, slots, sink_slots, positions, blocks, HIGH: tl.constexpr, LOW: tl.constexpr,
                GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
                FOLD: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
-    """Adds the attention that the tokens of one of the equal `shares` of a row received, except for the newest token.
+    """Adds the attention received by the tokens in one of a row's equal `shares`, except for the newest token.
 
     Args:
         log_total: log2 of the softmax denominators, float32 [HEADS]; infinite for padding heads.
@@ -200,8 +200,8 @@ def finish_kernel(
 ):  # fmt: skip
     """Merges the splits of a row and adds scores.
 
-    The first GROUP programs of a row each merge the splits of one query head. The others each add the scores of a share
-    of the row's tokens. Grid: (rows, GROUP + shares), or (rows, GROUP) without scores. Further arguments as in
+    The first GROUP programs of a row each merge the splits of one query head. Each of the others adds the scores for a
+    share of the row's tokens. Grid: (rows, GROUP + shares), or (rows, GROUP) without scores. Other arguments are as in
     `attend_kernel`.
 
     Args:

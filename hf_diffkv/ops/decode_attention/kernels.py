@@ -3,10 +3,10 @@
 With key = scale * code + zero (DiffKV, SOSP 2025, section 5),
     logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
 
-Work is divided into blocks of BLOCK tokens: high tier, then low tier, then window. Every split of a row takes an equal
-share of the blocks that the counts on the device imply. Logits are in units of log2. If pages have scores, each block
-stores the running peak and its logits relative to it. fp16 is precise enough for these: the larger the probability, the
-smaller the number. The window does so every STEP tokens.
+Work is divided into blocks of BLOCK tokens: high tier, then low tier, then window. Each split of a row takes an equal
+share of its blocks, computed from the counts on the device. Logits are in units of log2. If pages have scores, the
+running peak and the logits relative to it are stored after each block, or every STEP tokens in the window. fp16 is
+precise enough for these, because the larger the probability, the smaller the number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
                 ELEMENT: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     """Attends to blocks [first, last) of a tier of `count` tokens.
 
-    `table` points at the tier's first entry; `logits` and `peaks` point at the entries of its first block. Tokens past
+    `table` points to the tier's first entry; `logits` and `peaks` point to the entries of its first block. Tokens past
     the end repeat the last one and are masked by their logit, so that no load needs a mask.
     """
     old_peak, total, acc = state

@@ -1,9 +1,9 @@
-"""Decode attention with absorbed queries over latents (store/latent.py; Triton), split as in `kernels.py`.
+"""Decode attention with absorbed queries over latents (store/latent.py) in Triton, split as in `kernels.py`.
 
-Keys are rotary keys, and values are latents, which give logits too. With latent = scale * code + zero,
+Keys are rotary keys, and values are latents, which also enter the logits. With latent = scale * code + zero,
     logit = rotary query . key + scale * (latent query . code) + zero * sum(latent query).
-All query heads read the same row. A program takes a block of HEADS of them, so that accumulators fit its registers, and
-loads the codes of a latent once for both products.
+All query heads read the same row. A program takes HEADS of them at once, so that the accumulators fit its registers,
+and loads the codes of a latent once for both products.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def raw_quarters(rows, DIM: tl.constexpr, RAW: tl.constexpr):
 @triton.jit
 def latent_quarters(base, slot, TIER: tl.constexpr, ELEMENT: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr,
                     MODE: tl.constexpr):  # fmt: skip
-    """Loads codes (at 16 bits numbers) of the latents of the tokens in `slot` of the pages at `base`.
+    """Loads the codes (at 16 bits, the numbers) of the latents in `slot` of the pages at `base`.
 
     Returns four quarters [tokens, padded(QUARTER)].
     """
@@ -68,7 +68,7 @@ def latent_quarters(base, slot, TIER: tl.constexpr, ELEMENT: tl.constexpr, OPERA
 
 @triton.jit
 def add_products(products, quarters, query, first, COUNT: tl.constexpr):
-    """Returns `products` [tokens, HEADS] plus those of COUNT quarters of latents and query, from the first on."""
+    """Returns `products` [tokens, HEADS] plus those of COUNT quarters of latents and query, starting at `first`."""
     for part in tl.static_range(COUNT):
         products = tl.dot(quarters[first + part], query[first + part], products, input_precision="ieee")
     return products
@@ -76,7 +76,7 @@ def add_products(products, quarters, query, first, COUNT: tl.constexpr):
 
 @triton.jit
 def add_latents(acc, quarters, weights, decay, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Returns acc * decay + latents^T weights for COUNT quarters, from the first on."""
+    """Returns acc * decay + latents^T weights for COUNT quarters, starting at FIRST."""
     out = ()
     for part in tl.static_range(FIRST, FIRST + COUNT):
         before = acc[part] * decay[None, :]
@@ -86,7 +86,7 @@ def add_latents(acc, quarters, weights, decay, FIRST: tl.constexpr, COUNT: tl.co
 
 @triton.jit
 def times(acc, FACTOR: tl.constexpr):
-    """Returns the output's quarters times a number."""
+    """Returns the output's quarters times FACTOR."""
     return (acc[0] * FACTOR, acc[1] * FACTOR, acc[2] * FACTOR, acc[3] * FACTOR)
 
 
@@ -198,10 +198,10 @@ def latent_kernel(
 ):  # fmt: skip
     """Attends from HEADS query heads to one split of one row. Grid: (rows, cdiv(GROUP, HEADS), splits).
 
-    Pages have no scores. Arguments as in `attend_kernel`, except:
+    Pages have no scores. Arguments are as in `attend_kernel`, except:
 
     Args:
-        query: absorbed, [rows, GROUP, key_dim + value_dim].
+        query: absorbed queries, [rows, GROUP, key_dim + value_dim].
     """
     row = tl.program_id(0)
     split = tl.program_id(2)

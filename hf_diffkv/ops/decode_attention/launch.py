@@ -19,14 +19,14 @@ from .latent_kernel import latent_kernel
 from .scratch import Scratch, is_absorbed
 from .splits import MIN_BLOCKS
 
-# splits that are merged at once; the second number where there are more, as one load would wait for another
+# splits merged at once; the second number applies if there are more, since loads would wait for each other
 SPLIT_BLOCKS = (16, 64)
-# tokens of a share, whose scores a program adds; each tier and the window end in one of their own
+# tokens whose scores a program adds at a time; each tier and the window may end in a partial tile
 SHARE_TOKENS = 512
-# programs beyond these gain nothing, and most find no tokens where rows are shorter than planned for
+# more programs gain nothing, and most would find no tokens if rows are shorter than planned
 MOST_SHARES = 8192
 FINISH_WARPS = 4
-# arguments of `attend_kernel` for scores, which latents have not
+# arguments of `attend_kernel` for scores, which latents lack
 SCORE_ARGUMENTS = ("logits", "block_peak", "positions", "blocks")
 
 
@@ -40,14 +40,14 @@ def decode_attention(
     scratch: Scratch | None = None,
     held: SharedAttention | None = None,
 ) -> Tensor:
-    """Attends from the newest token of every request; further arguments as in the reference.
+    """Attends from the newest token of every request; other arguments are as in the reference.
 
     Nothing is read back from the device. One program serves all query heads of a KV head, or a block of them if queries
-    are absorbed, and rows are split along the sequence until the device is full.
+    are absorbed. Rows are split along the sequence until the device is full.
 
     Args:
         softmax: softmax parameters; the scaling must be positive.
-        scratch: buffers of an earlier call; None allocates new ones. CUDA graphs need fixed buffers.
+        scratch: buffers from an earlier call; None allocates new ones. CUDA graphs need fixed buffers.
 
     Returns:
         Attention output, [batch, query_heads, value_dim] in the query's dtype.

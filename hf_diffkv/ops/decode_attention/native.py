@@ -33,7 +33,7 @@ def decode_attention(
     return attend(step_block(rows), query, softmax, valid=valid, held=held)
 
 
-# filled argument blocks of the rows of stores; records of rows live until one of their tensors moves
+# filled argument blocks, by rows of a store; a record of rows lives until one of its tensors moves
 _blocks: WeakKeyDictionary[LayerRows, StepBlock] = WeakKeyDictionary()
 
 

@@ -2,8 +2,8 @@
 
 Codes are converted to floats but never scaled individually. With key = scale * code + zero,
     logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
-A tier takes two passes over its pages, first keys, then values, a few tiles at a time, through buffers that stay in the
-processor's cache. All work between the passes covers the logits of all tiles at once.
+Each tier is read in two passes, first keys, then values, a few tiles at a time, through buffers that stay in the
+processor's cache. Work between the passes covers the logits of all tiles at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def decode_attention(
         bounds: the host's upper bounds on the rows' lengths, with tiles.
         valid: False where the newest token is padding, bool [batch]; the output is then zero and no sums grow. None if
             all are real.
-        scratch: buffers of `allocate_scratch`, which only the kernels use.
+        scratch: buffers from `allocate_scratch`, which only the kernels use.
         held: accumulator that joins the attention of several layers to the same tokens; None for one layer.
 
     Returns:
@@ -188,11 +188,11 @@ class Partials:
 
 @dataclass
 class BitPlane:
-    """One bit field of every byte of packed rows, unpacked many bytes per word.
+    """One bit field of every byte of packed rows, unpacked a word at a time.
 
     Attributes:
         words: packed rows.
-        shift: left shift that moves the bits to their place in the codes; negative to the right.
+        shift: left shift that moves the bits to their place in the codes; negative for a right shift.
         mask: mask of the bits after the shift.
         codes: unpacked codes, in the shape of `words`.
         add: whether to keep the bits already in `codes`, the lower bits of the same codes.
@@ -363,9 +363,9 @@ class TierAttention:
     def _numbers(
         self, offset: int, row_bytes: int, bits: int, dim: int, dtype: torch.dtype
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yields a few tiles at a time: their slice, and their keys or values as [tiles, tokens, dim].
+        """Yields the slice of a few tiles at a time, and their keys or values as [tiles, tokens, dim].
 
-        The numbers are codes divided by `_factors`, or at 16 bits the keys or values themselves. Each iteration
+        The numbers are codes divided by `_factors` or, at 16 bits, the keys or values themselves. Each iteration
         overwrites them.
         """
         count, pages, tokens = self.tiles.row.numel(), self.tiles.pages, self.tiles.pages * self.layout.capacity
@@ -397,7 +397,7 @@ def _bit_planes(rows: Tensor, codes: Tensor, bits: int) -> list[BitPlane]:
         common = math.gcd(rows.shape[-1], start, size)
         word = next(word for word in WORD_DTYPES if common % word.itemsize == 0)
         words = rows[..., start : start + size].view(word)
-        # concatenated planes give the elements in order
+        # concatenating the planes gives the elements in order
         for plane, part in enumerate(codes.view(word).chunk(8 // field, -1)):
             # codes of a single field are not shifted, see `_factors`
             shift = 0 if field == bits else done - field * plane

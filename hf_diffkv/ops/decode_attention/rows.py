@@ -13,13 +13,13 @@ STEP = tl.constexpr(16)  # window tokens per step: a larger tile of uncompressed
 
 @triton.constexpr_function
 def columns(group):
-    """Returns the heads per token in the logits, padded so that stores are whole words."""
+    """Returns the number of heads per token in the logits, padded so that stores are whole words."""
     return triton.next_power_of_2(group)
 
 
 @triton.jit
 def softmax_step(peak, sums, products, present, logit_scale, cap):
-    """Updates the online softmax by products [tokens, HEADS].
+    """Updates the online softmax with products [tokens, HEADS].
 
     Returns the new peak [HEADS], the new sums, the decay of the old ones, the weights and the shifted logits.
 
@@ -49,7 +49,7 @@ def join_totals(peak, total, new_peak, sums):
 def row_counts(high_count, low_count, window_start, length, valid, sink_end, row, batch, slots, sink_slots):
     """Returns the high, low and window tokens of a row, and the place of the window's tokens.
 
-    The counts are 0 if the row is not attended. The place is the number of sinks and the slot of the first other token.
+    Counts are 0 if the row is inactive. The place is the number of sinks and the slot of the first token after them.
     """
     end = tl.load(length + batch)
     start = tl.load(window_start + batch)
@@ -92,7 +92,7 @@ def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
         COLUMNS: tl.constexpr = columns(GROUP)
         pointer = logits + token[:, None] * COLUMNS + heads[None, :]
         if COLUMNS > 2 and shifted.shape[0] == 32:
-            # after a matrix product a thread holds pairs of heads; wider stores would need a change of layout, see
+            # after a matrix product, a thread holds pairs of heads; wider stores would need a layout change, see
             # docs/notes/kernels.md
             pointer = tl.max_contiguous(pointer, (1, 2))
         tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])
@@ -100,7 +100,7 @@ def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
 
 @triton.jit
 def blocks_of(high, low, window, split, splits, MIN_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the number of high blocks and of all paged ones, and the first and last of a split's blocks."""
+    """Returns the number of high blocks, the number of paged blocks, and a split's blocks [first, last)."""
     high_blocks = tl.cdiv(high, BLOCK)
     paged_blocks = high_blocks + tl.cdiv(low, BLOCK)
     all_blocks = paged_blocks + tl.cdiv(window, BLOCK)
@@ -120,11 +120,11 @@ def no_tokens(HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):
 @triton.jit
 def store_split(state, partial_output, partial_peak, partial_total, part, heads, attended, GROUP: tl.constexpr,
                 VALUE_DIM: tl.constexpr):  # fmt: skip
-    """Stores the softmax state of split `part` of all rows' splits; the output only if it has `attended` to tokens."""
+    """Stores the softmax state of split `part` among all rows' splits; the output only if it `attended` to tokens."""
     QUARTER: tl.constexpr = quarter(VALUE_DIM)
     peak, total, acc = state
     row = part * GROUP + heads
-    # logits that are all NaN leave no peak; the merge would take the split for one without tokens
+    # logits that are all NaN leave no peak; the merge would mistake the split for one without tokens
     tl.store(partial_peak + row, tl.where(total == total, peak, 0.0), mask=heads < GROUP)
     tl.store(partial_total + row, total, mask=heads < GROUP)
     if attended:

@@ -17,10 +17,10 @@ from .rows import STEP, columns
 from .splits import backend_of, choose_splits, warps_at_once
 
 MOST_REGISTERS = 255
-# registers per thread of a one-warp program; from 169 to 255 eight run on a multiprocessor, but loops are scheduled
+# registers per thread of a one-warp program; with 169 to 255, a multiprocessor runs eight, but loops are scheduled
 # differently
 ONE_WARP_REGISTERS = 200
-# twelve run with so many, which takes 3 to 7 % less time on an H200, where nothing spills
+# a multiprocessor runs twelve with this number, which takes 3 to 7 % less time on an H200 if nothing spills
 TWELVE_WARPS_REGISTERS = 168
 # registers for padded rows and two tiers, which would spill otherwise
 PADDED_REGISTERS = 224
@@ -28,12 +28,12 @@ PADDED_REGISTERS = 224
 HIP_WAVES = 4
 # the interpreter runs programs one by one; this number makes tests use splits
 INTERPRETER_PROGRAMS = 20
-# query heads of a program with latents
+# query heads per program of `latent_kernel`
 LATENT_HEADS = 16
 
 
 def is_absorbed(query: Tensor, layout: PageLayout) -> bool:
-    """Returns whether queries [..., dim] give logits with keys and values (store/latent.py)."""
+    """Returns whether queries [..., dim] form logits with both keys and values (store/latent.py)."""
     return query.shape[-1] != layout.high.key_dim
 
 
@@ -42,7 +42,7 @@ class KernelConfig:
     """Compilation options of `attend_kernel` or `latent_kernel`.
 
     Attributes:
-        heads: query heads of a group, padded; those of a program of `latent_kernel`.
+        heads: query heads of a group, padded; of a program for `latent_kernel`.
         block: tokens per step in the paged tiers, a multiple of the window's step.
         num_warps: warps per program.
         num_stages: stages of software pipelining.
@@ -106,7 +106,7 @@ class KernelConfig:
         stages = 1 if crowded else 2 if pair and widest <= 64 and layout.low.v_bits > 2 else 3
         apart = layout.high.k_bits >= 2 * layout.low.k_bits and len(fields(layout.high.v_bits)) > 1
         bounded = warps == 1 and (widest > 64 or layout.one_tier or not in_fields) and not (pair and apart)
-        # without a bound the assembler spills in some kernels to reach a round number of registers, with one in others
+        # unbounded, the assembler spills in some kernels to reach a round number of registers; bounded, in others
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
@@ -126,11 +126,11 @@ class KernelConfig:
         raw = TRITON_DTYPES[dtype]
         if backend == "hip":
             return cls(LATENT_HEADS, 32, 4, 1, PORTABLE, tl.float16, raw)
-        # with eight warps each holds an eighth of the accumulators; four, or blocks of 64 tokens, spill on sm_90
+        # with eight warps, each holds an eighth of the accumulators; four, or blocks of 64 tokens, spill on sm_90
         return cls(LATENT_HEADS, 32, 8, 2, PTX, tl.float16, raw)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
-        """Returns the number of programs that fit the registers and shared memory of a multiprocessor of `device`."""
+        """Returns the number of programs that fit in the registers and shared memory of a multiprocessor."""
         backend = backend_of(device)
         if backend == "cpu":
             return INTERPRETER_PROGRAMS
@@ -146,7 +146,7 @@ class KernelConfig:
 
 
 def _fits_twelve_warps(layout: PageLayout, group: int) -> bool:
-    """Returns whether unpadded loops without scores spill nothing with `TWELVE_WARPS_REGISTERS`, as compiled."""
+    """Returns whether unpadded loops without scores compile to `TWELVE_WARPS_REGISTERS` without spilling."""
     high = layout.high
     if layout.one_tier:
         return len(fields(high.v_bits)) == 1 and (group > 1 or len(fields(high.k_bits)) == 1)
@@ -199,7 +199,7 @@ class Scratch:
             max_tokens: upper bound on the tokens of any row, window included.
             splits: number of splits per row; None takes the default.
             config: compilation options; None takes the default.
-            planned: number of requests instead of those of `rows`; the buffers are then on the device `meta`.
+            planned: number of requests, overriding that of `rows`; the buffers are then on the `meta` device.
         """
         layout, slots, device, group = rows.layout, rows.slots, query.device, query.shape[1] // rows.heads
         count, place = (rows.count, device) if planned is None else (planned * rows.heads, torch.device("meta"))

@@ -10,8 +10,8 @@ MIN_BLOCKS = 2
 MAX_SPLITS = 256
 # keeps one long row among short ones from outlasting all others
 MAX_SPLIT_TOKENS = 2048
-# times in blocks of 32 tokens, on an H200 with one request of 8,192 tokens (docs/notes/kernels.md): of a program
-# besides its blocks, for dependent reads and the instructions around its loops, and of merging so many splits
+# times in units of a 32-token block, on an H200 with one request of 8,192 tokens (docs/notes/kernels.md): a program's
+# overhead besides its blocks, for dependent reads and instructions around its loops, and merging of MERGED splits
 START_BLOCKS = 10
 MERGED, MERGE_BLOCKS = 64, 3
 NEARLY = 1.05
@@ -22,8 +22,8 @@ REGISTER_FILES = 4
 def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
     """Returns the smallest number of splits per row that takes nearly the least time.
 
-    A wave is the set of programs that the device runs at once. The device is partly idle in a last wave that is not
-    full.
+    A wave is the set of programs that the device runs at once. If the last wave is not full, the device is partly
+    idle.
 
     Args:
         rows: batch size times number of KV heads.
@@ -44,7 +44,7 @@ def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
 
 
 def warps_at_once(registers: int, held: int) -> int:
-    """Returns how many warps fit a multiprocessor, as CUDA counts them.
+    """Returns how many warps fit on a multiprocessor, as CUDA counts them.
 
     Args:
         registers: registers per thread.

@@ -31,7 +31,7 @@ from ..dequant import (
 )
 from ..narrow_kernel import load_metadata, load_words, metadata_of
 
-# rows are evicted first, to keep logits and partial outputs, which the next kernel reads, in the cache
+# rows are evicted first, so that logits and partial outputs stay in the cache for the next kernel
 READ_ONCE = tl.constexpr("evict_first")
 
 
@@ -48,7 +48,7 @@ def quarter(dim):
 
 @triton.constexpr_function
 def quarter_count(dim, part):
-    """Returns the number of elements in a quarter; the last ones have fewer if `dim` is not a multiple of 4."""
+    """Returns the number of elements in a quarter; the last quarters have fewer if `dim` is not a multiple of 4."""
     return min(quarter(dim), max(dim - part * quarter(dim), 0))
 
 
@@ -68,7 +68,7 @@ def planar_values(tier):
 def tile_pieces(tier, mode):
     """Returns the number of key pieces that are multiplied at once, side by side and each padded.
 
-    In PTX mode these are all pieces of a group: since four threads share 32 elements of a row, no element changes
+    In PTX mode, these are all pieces of a group: since four threads share 32 elements of a row, no element changes
     threads.
     """
     joined = planar_keys(tier) and mode == 1 and padded(tier.key_dim // pieces(tier.k_bits)) >= 32
@@ -93,7 +93,7 @@ def power_of_two_in(number):
 def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
     """Returns the byte offset of pages of BYTES bytes, int64.
 
-    In PTX mode the product is opaque to Triton. Otherwise Triton 3.6 would recompute the addresses in the layout of
+    In PTX mode, the product is opaque to Triton. Otherwise Triton 3.6 would recompute the addresses in the layout of
     every tile that is loaded from them, which costs a seventh more instructions.
     """
     if MODE == 0:
@@ -107,7 +107,7 @@ def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
-    """Loads rows [tokens, LANES] of COUNT elements from pointers [tokens]; full rows without a mask, for wide loads."""
+    """Loads rows [tokens, LANES] of COUNT elements from pointers [tokens]; unmasked if full, so that loads are wide."""
     lane = tl.arange(0, LANES)
     return load_lanes(pointer, lane, lane < COUNT, COUNT == LANES, READ_ONCE)
 
@@ -270,7 +270,7 @@ def add_raw_values(acc, rows, weights, decay, DIM: tl.constexpr, RAW: tl.constex
 def value_quarters(rows, TIER: tl.constexpr, HERE: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.constexpr):
     """Loads codes of the rows (pointers [tokens]) as four quarters [tokens, padded(QUARTER)].
 
-    With HERE (see `unpack`) codes are exact; otherwise they are subnormal, as those of several fields would spill.
+    With HERE (see `unpack`), codes are exact; otherwise subnormal, since exact codes of several fields would spill.
     """
     DIM: tl.constexpr = TIER.value_dim
     QUARTER: tl.constexpr = DIM // 4
@@ -294,9 +294,9 @@ def value_quarters(rows, TIER: tl.constexpr, HERE: tl.constexpr, OPERAND: tl.con
 
 @triton.constexpr_function
 def run_length(tier, mode):
-    """Returns the number of consecutive elements of a quarter that one thread takes of a token; 1 keeps their order.
+    """Returns the number of consecutive elements that a thread takes from a token's quarter; 1 keeps their order.
 
-    In a matrix product a thread has every eighth row of values^T. If these rows are taken from a quarter in runs, each
+    In a matrix product, a thread has every eighth row of values^T. If these rows are taken from a quarter in runs, each
     thread unpacks the values that it multiplies, four bytes or more at once. In the original order, other threads would
     unpack them and pass them through shared memory as fp16.
     """
@@ -313,7 +313,7 @@ def swap_rows(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.constexpr_function
 def weight_gain(tier):
-    """Returns the factor of weights that are multiplied with value codes, a power of two; 1 for other values.
+    """Returns the power of two that scales weights before they multiply value codes; 1 for other values.
 
     It lifts small products of weight and scale into fp16's range. Large ones still fit: a weight is at most 1, and a
     scale at most 2 * 65504 / levels.
@@ -323,14 +323,14 @@ def weight_gain(tier):
 
 @triton.constexpr_function
 def value_unit(tier, part, mode):
-    """Returns the number by which products of weights and values are multiplied in a quarter."""
+    """Returns the factor of a quarter's products of weights and values."""
     unit = code_unit(tier.v_bits, part * pieces(tier.v_bits) // 4, mode) if run_length(tier, mode) > 1 else 1.0
     return unit * weight_gain(tier)
 
 
 @triton.jit
 def as_multiplied(acc, TIER: tl.constexpr, MODE: tl.constexpr):
-    """Converts the output's quarters to the units and the row order in which values are multiplied."""
+    """Converts the output's quarters to the units and row order in which values are multiplied."""
     RUN: tl.constexpr = run_length(TIER, MODE)
     out = ()
     for part in tl.static_range(4):
@@ -382,12 +382,12 @@ def scaled_weights(weights, scale, TIER: tl.constexpr, OPERAND: tl.constexpr):
     """Returns weights [tokens, HEADS] times scale [tokens] and `weight_gain`, as OPERAND.
 
     A token that fp16 rounds to zero would lose its codes but keep its zero point, and thousands of such tokens add up.
-    Offsets below half of fp16's smallest number round some of neighbouring tokens up and others down, which preserves
+    Offsets below half of fp16's smallest number round some neighbouring tokens up and others down, which preserves
     their sum. Weights of 0 stay 0.
     """
     scaled = weights * (scale * weight_gain(TIER))[:, None]
     if OPERAND == tl.float16:
-        # a thread of a matrix product has every eighth token, so its offset takes one register
+        # in a matrix product, a thread has every eighth token, so its offset takes one register
         place = tl.arange(0, weights.shape[0]) % 8
         scaled += ((place.to(tl.float32) - 3.5) * 2.0**-27)[:, None]
     return scaled.to(OPERAND)
@@ -400,7 +400,7 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
 
     Args:
         acc: output's quarters, `as_multiplied`.
-        zeros: accumulators of `no_zeros`; the zero points of tiers with `zero_groups` are added there.
+        zeros: accumulators from `no_zeros`; the zero points of tiers with `zero_groups` are added there.
         words: metadata of the values, see `tier_words`.
         weights: [tokens, HEADS].
     """

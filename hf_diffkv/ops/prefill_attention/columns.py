@@ -1,8 +1,8 @@
-"""Triton kernels of the attention that each key receives from a prompt's queries (DiffKV, section 3).
+"""Triton kernels for the attention that each key receives from a prompt's queries (DiffKV, section 3).
 
 The probabilities are recomputed from the log-sum-exp that `flash_forward` kept, one key block at a time, and summed
-over later queries, so no N x N matrix exists. `column_scores` handles dense keys. `past_scores` handles stored keys,
-and dequantises each block once. Conventions as in kernels.py.
+over later queries, so no N x N matrix exists. `column_scores` handles dense keys. `past_scores` handles stored keys
+and dequantises each block once. Conventions are as in kernels.py.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def group_scores(
 ):  # fmt: skip
     """Returns the attention [N] that keys receive from queries [start, end), the maximum over `heads` heads.
 
-    The heads are the `part`-th ones of the group. Queries [start, checked) may be padding or not later than a key.
-    `allowed` is the mask of the request.
+    `part` selects these heads within the group. Queries [start, checked) may be padding or no later than a key.
+    `allowed` is the request's mask.
     """
     batch = tl.program_id(2).to(tl.int64)
     best = tl.zeros_like(j).to(tl.float32)
@@ -192,10 +192,10 @@ def past_scores(
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Computes the attention that a block of stored keys receives, as `column_scores`; every query is later.
+    """Computes the attention that a block of stored keys receives, as `column_scores` does; every query is later.
 
-    The high, low and window tokens of a row each start in a new block. The grid may have more blocks than the row.
-    `pages` to `sink_end` as in `past_forward`.
+    The high, low and window tokens of a row each start a new block. The grid may have more blocks than the row.
+    `pages` to `sink_end` are as in `past_forward`.
 
     Args:
         received: output, as in `column_scores`; the stored tokens come first: high, low, window.

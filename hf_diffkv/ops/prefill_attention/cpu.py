@@ -1,4 +1,4 @@
-"""Chooses the attention of several new tokens where no kernels run."""
+"""Chooses how several new tokens attend where no kernels run."""
 
 from __future__ import annotations
 

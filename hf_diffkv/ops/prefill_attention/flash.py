@@ -1,8 +1,8 @@
-"""Prompt attention on CPUs in half precision through PyTorch's flash attention, for prompts without mask or softcap.
+"""Prompt attention on CPUs in half precision by PyTorch's flash attention, for prompts without a mask or softcap.
 
 A key receives the sum over queries of exp(logit - logsumexp of the query). This is the exponential of the logsumexp of
 another attention, in which the keys are the queries, the queries are the keys, and each query's logsumexp is subtracted
-as a mask. So a second pass of the same kernel gives the significance, without any logits in memory.
+as a mask. A second pass of the same kernel thus gives the significance, without any logits in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...pages.rows import NO_PAST
 from ..softmax import Softmax
 from .reference import dense_tokens, scale_up
 
-# finite, so that a row without visible keys has a logsumexp, which is negligible next to any other
+# finite, so that a row without visible keys still has a logsumexp, negligible next to any other
 HIDDEN = -1e30
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -38,7 +38,7 @@ def prefill_attention(
     mask: None = None,
     observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attends from new tokens as `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
+    """Attends from new tokens as `reference.prefill_attention` does; stored tokens are rounded to the query's dtype."""
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
     stored, tokens = dense_tokens(past), past.tokens
@@ -108,7 +108,7 @@ def _attend(
         if early:
             given[:, :, tokens : tokens + early] = _received(key[:, :, :early], asked, total, scaling)
         if observed > 1:
-            # later queries only: in reverse order, the second key is attended by the first query, and so on
+            # later queries only: in reverse order, the first query attends to the second key, and so on
             backwards = (reversed_key[:, :, 1:], asked.flip(2)[:, :, :-1], total.flip(2)[:, :, :-1])
             given[:, :, tokens + early : -1] = _received(*backwards, scaling, causal=True).flip(2)
         received = torch.maximum(received, given)

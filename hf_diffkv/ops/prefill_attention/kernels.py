@@ -1,4 +1,4 @@
-"""Triton kernels of the prompt phase: extents of the real tokens, and exact attention (DiffKV, sections 3 and 4).
+"""Triton kernels for prefill: extents of the real tokens, and exact attention (DiffKV, sections 3 and 4).
 
 `flash_forward` keeps a log-sum-exp per query, from which `column_scores` (columns.py) recomputes the probabilities.
 Logits are in units of log2 throughout. Optional arguments may be None, which compiles their code away. Dots run in
@@ -22,7 +22,7 @@ def row_extents(valid, extents, behind, length, window, WINDOW: tl.constexpr, BL
         extents: output, int32 [rows, 4]: first real token, end of the last one, first token that scores, number of real
             tokens. A row without real tokens has first = end = 0.
         behind: output, number of real tokens after each token, int32 [rows, length]; None if not needed.
-        window: number of last real tokens that score, if WINDOW.
+        window: number of real tokens at the end that score, if WINDOW.
     """
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def row_extents(valid, extents, behind, length, window, WINDOW: tl.constexpr, BL
 
 @triton.jit
 def as_operand(x, DOT: tl.constexpr):
-    """Converts `x` to the dtype of the dots, through float32, the only way the interpreter converts bf16 correctly."""
+    """Converts `x` to the dots' dtype through float32, without which the interpreter converts bf16 incorrectly."""
     if x.dtype != DOT:
         x = x.to(tl.float32).to(DOT)
     return x
@@ -61,7 +61,7 @@ def as_operand(x, DOT: tl.constexpr):
 
 @triton.jit
 def load_extent(extents, row, length):
-    """Returns first token, end, first scoring token, number of real tokens, and whether these are contiguous."""
+    """Returns the first token, end, first scoring token, number of real tokens, and whether they are contiguous."""
     if extents is None:
         first = row * 0
         end = first + length
@@ -77,7 +77,7 @@ def load_extent(extents, row, length):
 
 @triton.jit
 def load_rows(rows, stride, start, there, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Loads ROWS rows of a [tokens, DIM] matrix from `start` on as a tile of WIDTH columns, zeros where not `there`.
+    """Loads ROWS rows of a [tokens, DIM] matrix, from `start`, as a tile of WIDTH columns; zeros where not `there`.
 
     `there` may be None if all rows exist. Only the first row's address needs 64 bits.
     """
@@ -100,7 +100,7 @@ def soft_cap(x, cap):
 
 @triton.jit
 def online_softmax(peak, total, s, keep, scale, cap):
-    """Updates the online softmax by a block of products [M, N], masked where not `keep`; None masks none.
+    """Updates the online softmax with a block of products [M, N], masked where not `keep`; None masks nothing.
 
     Returns:
         New peak and total [M], the factor for earlier sums, and the block's weights.
@@ -166,7 +166,7 @@ def merge_splits(
     state, partial_output, partial_peak, partial_total, splits, batch, head, start, length, group,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merges `past_forward`'s results for BLOCK_M queries of one head, from `start` on, into their softmax state."""
+    """Merges `past_forward`'s results for BLOCK_M queries of one head, from `start`, into their softmax state."""
     acc, peak, total = state
     dim = tl.arange(0, VALUE_WIDTH)
     real_dim = (dim < VALUE_DIM)[None, :]
@@ -208,7 +208,7 @@ def flash_forward(
     """Attends from a block of queries of one head. Grid: (query blocks, query heads, batch).
 
     Args:
-        query, key, value, output: [batch, heads, length, dim], with the strides given and dim contiguous.
+        query, key, value, output: [batch, heads, length, dim], with the given strides and dim contiguous.
         past_key, past_value: contiguous [batch, kv_heads, past_length, dim], or None.
         partial_output, partial_peak, partial_total: results of `past_forward` in `splits` splits, or None.
         lse: output, log2 of the softmax denominator, float32 [batch, query_heads, length]; +inf if there is nothing to
@@ -230,7 +230,7 @@ def flash_forward(
     i = start + tl.arange(0, BLOCK_M)
     exists = i < length
     wide = batch.to(tl.int64)
-    # a block of padding alone has no keys to visit
+    # a block of nothing but padding has no keys to visit
     busy = (start < end) & (start + BLOCK_M > first)
 
     query_rows = query + wide * query_batch + head.to(tl.int64) * query_head

@@ -28,11 +28,11 @@ from .tiles import (
     value_width,
 )
 
-# tiles of wider heads would not fit a GPU's registers; PyTorch attends with them
+# tiles of wider heads would not fit in a GPU's registers; PyTorch handles those heads
 KERNEL_HEAD_DIM = 512
-# programs along the second and third axis of a launch
+# most programs along the second or third axis of a launch
 LARGEST_GRID = 65535
-# number of programs that fills a large device several times
+# programs that fill a large device several times
 MANY_PROGRAMS = 1024
 PROGRAMS_PER_PROCESSOR = 4
 # minimum length of a split
@@ -215,7 +215,7 @@ def past_state(rows: LayerRows, longest: int, common: dict[str, object], target:
 def score_past(rows: LayerRows, longest: int, common: dict[str, object], tile: Tile, target: str) -> None:
     """Adds the attention that stored tokens receive to `received`.
 
-    Arguments as in `past_state`; `tile` is the tile of `column_scores`.
+    Arguments are as in `past_state`; `tile` is the tile of `column_scores`.
     """
     query, group = common["query"], common["group"]
     batch, query_heads = query.shape[:2]
@@ -230,7 +230,7 @@ def score_past(rows: LayerRows, longest: int, common: dict[str, object], tile: T
 def heads_per_program(programs: int, group: int) -> int:
     """Returns the number of query heads per scoring program: the whole group if that leaves enough programs.
 
-    A program of the whole group loads keys only once.
+    A program for the whole group loads keys only once.
     """
     return group if programs >= MANY_PROGRAMS else 1
 
@@ -270,7 +270,7 @@ def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | 
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given: Tensor | None) -> None:
-    """Raises `ValueError` for arguments that the kernels do not support; `given` is further tensors by name."""
+    """Raises `ValueError` for arguments that the kernels do not support; `given` holds other tensors by name."""
     check_dtype(query.dtype)
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
@@ -303,6 +303,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given:
 
 
 def _stored(rows: LayerRows, common: dict[str, object], target: str) -> dict[str, object]:
-    """Returns the arguments of kernels that read stored tokens; `length` is that of the new tokens."""
+    """Returns the arguments of kernels that read stored tokens; `length` is the number of new tokens."""
     constants = past_constants(rows.layout, common["query"].dtype, target)
     return row_arguments(rows) | common | constants | {"past_length": rows.length}

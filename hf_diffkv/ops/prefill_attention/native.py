@@ -15,7 +15,7 @@ from .reference import scale_up
 
 
 def can_attend(query: Tensor, value: Tensor) -> bool:
-    """Returns whether native code supports such queries and values."""
+    """Returns whether native code supports these queries and values."""
     narrow = max(query.shape[-1], value.shape[-1]) <= MAX_DIM
     return query.device.type == "cpu" and query.dtype in DTYPES and narrow and library() is not None
 

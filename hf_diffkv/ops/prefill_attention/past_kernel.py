@@ -1,11 +1,11 @@
-"""Triton kernel of the attention from new tokens to stored ones, read from their pages and the window.
+"""Triton kernel for attention from new tokens to stored ones, which it reads from their pages and the window.
 
 A program processes BLOCK_M rows, each a new token and a query head of the same KV head, over one split of the stored
-tokens. It writes its softmax state to memory, where `flash_forward` continues. Conventions as in kernels.py.
+tokens. It writes its softmax state to memory, where `flash_forward` picks it up. Conventions are as in kernels.py.
 
 Tiles of stored keys or values are dequantised in registers. The pieces of unpacked rows (`ops/dequant.py`) are
-concatenated in a tile, each padded, so nothing is shuffled. For the same order of columns in every tile regardless of
-its bits, rows are cut into PARTS equal parts, the number of pieces of the level with the most. Each part is padded to
+concatenated in a tile, each padded, so nothing is shuffled. To give every tile the same order of columns regardless of
+its bits, rows are cut into PARTS equal parts, as many as the level with the most pieces has. Each part is padded to
 WIDTH / PARTS columns.
 """
 
@@ -23,7 +23,7 @@ from .kernels import as_operand, load_extent, online_softmax
 
 @triton.jit
 def row_columns(DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the element of a row of DIM in each of WIDTH columns, and whether the column holds one."""
+    """Returns which element of a row of DIM each of WIDTH columns holds, and whether it holds one."""
     column = tl.arange(0, WIDTH)
     if DIM == WIDTH:
         return column, column < DIM
@@ -84,7 +84,7 @@ def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: 
 
 @triton.jit
 def page_rows(pages, table, token, DIRECTION: tl.constexpr, TIER: tl.constexpr):
-    """Returns page pointers [tokens] and slots of a row's tokens; `table` points at the level's first entry."""
+    """Returns page pointers [tokens] and slots of a row's tokens; `table` points to the level's first entry."""
     page = tl.load(table + DIRECTION * (token // TIER.capacity))
     return page_base(pages, page, TIER), token % TIER.capacity
 
@@ -172,11 +172,11 @@ def past_forward(
 ):  # fmt: skip
     """Computes the softmax state of BLOCK_M rows over one split. Grid: (row blocks, splits, batch * kv_heads).
 
-    Row r is query head r % group of the KV head's group, from new token r // group. Blocks of padding alone write
-    nothing. `pages` to `window_start` and `sink_end` as in decode attention's `attend_kernel`.
+    Row r is query head r % group of the KV head's group at new token r // group. Blocks of nothing but padding write
+    nothing. `pages` to `window_start` and `sink_end` are as in decode attention's `attend_kernel`.
 
     Args:
-        query: [batch, query_heads, length, key_dim], with the strides given.
+        query: [batch, query_heads, length, key_dim], with the given strides.
         past_length: tokens seen before, int64 [batch].
         extents: `row_extents` of the queries, or None.
         partial_output: float32 [splits, batch * kv_heads, length * group, value_dim].

@@ -1,4 +1,4 @@
-"""Leaves attention of which only the output is needed to PyTorch where that is faster than native code."""
+"""Leaves attention to PyTorch where only its output is needed and PyTorch is faster than native code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..softmax import Softmax
 from . import native
 from .cpu import fastest
 
-# below, PyTorch takes less time than native code, by up to a millisecond (docs/latent.md)
+# below this, PyTorch is faster than native code by up to a millisecond (docs/latent.md)
 NATIVE_TOKENS = 128
 
 
@@ -28,14 +28,14 @@ def attend_plainly(
     mask: Tensor | None,
     observed: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attends by PyTorch or by the given op.
+    """Attends with PyTorch or with the given op.
 
-    PyTorch attends if attention is causal among the new tokens alone and unobserved, unless these are many and native
-    code can attend.
+    PyTorch attends if attention is causal, unobserved and only among the new tokens, unless there are many of these
+    and `fastest` chooses native code.
 
     Args:
-        prefill_attention: op that is given all further arguments, and whose results are returned.
-        key, value: keys and values of as many heads as the query has.
+        prefill_attention: op that receives all other arguments and whose results are returned.
+        key, value: keys and values with as many heads as the query.
     """
     special = (softmax.softcap, softmax.sinks, valid, mask)
     plain = observed == 0 and past.tokens == 0 and all(each is None for each in special)

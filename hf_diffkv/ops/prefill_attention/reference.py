@@ -20,7 +20,7 @@ from ..table import ops_for_rows
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
-# exp(-80) is far below rounding; smaller results would be subnormal, which CPUs multiply a hundred times slower
+# exp(-80) is far below rounding error; smaller results would be subnormal, which CPUs multiply a hundred times slower
 LOWEST_LOGIT = -80.0
 
 
@@ -45,13 +45,13 @@ def prefill_attention(
         valid: False for padding, bool [batch, Q]; padding is not attended to, does not score and yields zeros. None if
             all tokens are real.
         mask: mask that replaces the causal rule among the new tokens, bool [batch, 1, Q, Q]; None is causal.
-        observed: number of last real queries that give significance, scaled up to all; None takes all queries. 0 skips
-            the received attention, which is then None.
+        observed: number of real queries at the end that give significance, which is scaled up to all; None takes all
+            queries. 0 skips the received attention, which is then None.
 
     Returns:
         The attention output, [batch, query_heads, Q, value_dim] in the query's dtype, and the received attention,
         [batch, kv_heads, P + Q] in the compute dtype. A key receives the sum of the probabilities that later queries
-        give it, maximum over the group; its own token's query does not count. P is `past.tokens`: a row's stored tokens
+        give it, maximised over the group; its own query does not count. P is `past.tokens`: a row's stored tokens
         by rank, padded with zeros, then the exact ones.
     """
     batch, query_heads, length, _ = query.shape
@@ -124,7 +124,7 @@ def _hidden(
     past_valid: Tensor | None,
     mask: Tensor | None,
 ) -> list[tuple[slice, Tensor]]:
-    """Returns the keys hidden from the queries [start, stop), as ranges of keys with masks.
+    """Returns the keys hidden from queries [start, stop), as ranges of keys with masks.
 
     The masks broadcast to [batch, kv_heads, group, queries, keys of the range].
     """
@@ -182,7 +182,7 @@ def scale_up(received: Tensor, past: int, valid: Tensor | None, window: int) -> 
         received: received attention, [batch, kv_heads, past + Q].
         past: number of tokens that precede every query.
         valid: True for real tokens, bool [batch, Q]; None if all are.
-        window: number of last real queries that scored.
+        window: number of real queries at the end that scored.
     """
     batch, length, device = received.shape[0], received.shape[-1] - past, received.device
     real, observed = (observation(valid, batch, length, most, device) for most in (None, window))

@@ -1,6 +1,6 @@
 """Block sizes of the prompt attention kernels per target.
 
-They are chosen by the compiled code, not by timings: no variant spills registers, and the sm_80 table fits the 99 KiB
+They are chosen from compiled code, not from timings: no variant spills registers, and the sm_80 table fits the 99 KiB
 of shared memory of sm_86 and sm_89.
 """
 
@@ -69,7 +69,7 @@ FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 
 def value_width(key_dim: int, value_dim: int) -> int:
     """Returns the number of columns of a tile of values.
 
-    On an H200 Triton 3.6 multiplied values of 16 or 32 columns wrongly, or read beyond them, after keys of 64 or more.
+    On an H200, Triton 3.6 multiplied values of 16 or 32 columns wrongly, or read beyond them, after keys of 64 or more.
     """
     return max(padded(value_dim), min(64, padded(key_dim)))
 
@@ -101,7 +101,7 @@ def column_tile(target: str, dtype: torch.dtype, key_dim: int) -> Tile:
 
 
 def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[str, object]:
-    """Returns widths and arithmetic of `past_forward` as kernel constants."""
+    """Returns the widths and arithmetic of `past_forward` as kernel constants."""
     tiers = (layout.high, layout.low)
     key_parts = max(pieces(tier.k_bits) for tier in tiers)
     value_parts = max(pieces(tier.v_bits) for tier in tiers)

@@ -17,7 +17,7 @@ from ..narrow_kernel import metadata_of, narrow_metadata, scale_and_zero, store_
 
 @triton.constexpr_function
 def tile_planes(bits):
-    """Returns the number of planes of a tile, which is that of the narrowest field."""
+    """Returns the number of planes of a tile, that is, of the narrowest field."""
     return max(1, 8 // fields(bits)[-1])
 
 
@@ -80,7 +80,7 @@ def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.conste
     `chosen` is a tile of codes to write, or None for the nearest ones.
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or as in `pages/segments.py` if a group's
-    metadata has 2 bytes. Codes are computed with the rounded pair. Values are inset where the tier says so
+    metadata has 2 bytes. Codes are computed with the rounded pair. Values are inset if the tier says so
     (`pages/inset.py`).
     """
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim

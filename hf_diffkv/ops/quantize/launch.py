@@ -86,7 +86,7 @@ def move_tokens(
 
 
 def copy_block(tier: TierLayout) -> int:
-    """Returns the number of tokens that a program copies, so that a tile has about `COPY_BYTES` bytes."""
+    """Returns the number of tokens that a program copies, for tiles of about `COPY_BYTES` bytes."""
     return max(1, COPY_BYTES // triton.next_power_of_2(max(tier.key_row, tier.value_row)))
 
 
@@ -102,6 +102,6 @@ def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
 
 
 def tile_tokens(tier: TierLayout) -> int:
-    """Returns the number of tokens per program, so that a tile has about `TILE_ELEMENTS` elements."""
+    """Returns the number of tokens per program, for tiles of about `TILE_ELEMENTS` elements."""
     widest = triton.next_power_of_2(max(tier.key_dim, tier.value_dim))
     return max(1, min(64, TILE_ELEMENTS // widest))

@@ -2,7 +2,7 @@
 
 zero = min and scale = (max - min) / (2^bits - 1) are rounded to fp16, or as in `pages/segments.py`. Codes are computed
 with the rounded pair, so that they fit the metadata they are decoded with. A scale of 0 decodes to exactly the zero
-point. Values are inset where their tier says so (`pages/inset.py`).
+point. Values are inset if their tier says so (`pages/inset.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def quantize(
         x: floats, [..., dim].
         bits: bits of a code; 16 stores `dtype` without quantisation.
         groups: number of equal, contiguous groups of the last dimension.
-        dtype: dtype to store at 16 bits, the model's; None takes that of `x`.
+        dtype: dtype stored at 16 bits, the model's; None uses that of `x`.
         metadata_bytes: bytes of a group's metadata, 4 or 2.
         inset: how codes are chosen (`pages/inset.py`).
 
@@ -96,7 +96,7 @@ def _metadata(low: Tensor, high: Tensor, bits: int, metadata_bytes: int) -> Tens
 
 
 def _scale_and_zero(metadata: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point, float32 [..., 1] each."""
+    """Returns the scale and zero point, float32 [..., 1] each."""
     if metadata.dtype == torch.int16:
         return scale_and_zero(metadata[..., None], bits)
     return metadata.float().split(1, dim=-1)
@@ -142,9 +142,9 @@ def store_tokens(
     Args:
         pages: memory of the pages, uint8 [pages, page_bytes], written in place.
         tier: layout of the tokens' tier.
-        page, slot: place of each token, int64 [n]; all different except on the null page.
+        page, slot: place of each token, int64 [n]; distinct except on the null page.
         contents: contents of the n tokens.
-        dtype: the model's dtype, which 16-bit rows have.
+        dtype: the model's dtype, used for 16-bit rows.
     """
     check_tokens(pages, tier, page, contents.key, contents.value)
     view = segments(pages, tier)
@@ -189,8 +189,8 @@ def move_tokens(
         pages: memory of the pages, uint8 [pages, page_bytes], written in place.
         tier: layout of the tokens' tier.
         from_page, from_slot: sources, int64 [n] each.
-        to_page, to_slot: targets, int64 [n] each; all different. Other implementations need targets that are no
-            sources.
+        to_page, to_slot: targets, int64 [n] each, all distinct. Other implementations require that no target is also
+            a source.
     """
     check_pages(pages, tier)
     view = segments(pages, tier)

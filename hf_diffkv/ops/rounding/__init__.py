@@ -1,4 +1,4 @@
-"""Rounding of keys for the queries that will read them, before keys are quantised into pages."""
+"""Rounding of keys for the queries that will read them, before they are quantised into pages."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ MOST_BITS = tl.constexpr(LARGEST_BITS)
 
 @triton.jit
 def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
-    """Returns scale and zero point, float32, of groups with smallest and largest elements `low` and `high`."""
+    """Returns the float32 scale and zero point of groups with smallest and largest elements `low` and `high`."""
     LEVELS: tl.constexpr = 2**BITS - 1
     if METADATA == 2:
         return scale_and_zero(narrow_metadata(low, high, BITS), BITS)
@@ -31,7 +31,7 @@ def moment_kernel(
     """Sums q q^T over STEPS blocks of a row's queries. Grid: (rows, parts).
 
     Args:
-        query: [batch, heads * group, tokens, DIM], with the strides given.
+        query: [batch, heads * group, tokens, DIM], with the given strides.
         valid: uint8 [batch, tokens], or None.
         moment: output, float32 [rows, parts, DIM, DIM].
     """
@@ -56,14 +56,14 @@ def moment_kernel(
 def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Computes M^T of one row; `moment` and `feedback` are float32 [rows, DIM, DIM]. Grid: (rows,).
 
-    A column of M is the damped moment's column after elimination of the columns before it, divided by its diagonal
+    A column of M is the damped moment's column after eliminating the columns before it, divided by its diagonal
     element.
     """
     place = tl.program_id(0).to(tl.int64) * (DIM * DIM)
     row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     left = tl.load(moment + place + row * DIM + column, mask=(row < DIM) & (column < DIM), other=0.0)
     mean = tl.sum(tl.sum(tl.where(row == column, left, 0.0), 1), 0) * (1.0 / DIM)
-    # without queries there is no feedback
+    # without queries, there is no feedback
     left += tl.where(row == column, tl.where(mean > 0.0, DAMPING * mean, 1.0), 0.0)
     dim = tl.arange(0, WIDTH)
     for channel in range(DIM):
@@ -124,7 +124,7 @@ def round_tile(x, dim, exists, matrix, TIER: tl.constexpr):
 def round_for_tier(x, matrix, TIER: tl.constexpr):
     """Returns a tile of keys of a tier (`tier_dims`) rounded for quantisation.
 
-    `matrix` has pointers to the first row of the feedback of each key's row, one or [tokens, 1, 1].
+    `matrix` holds pointers to the first row of the feedback of each key's row: one, or [tokens, 1, 1].
     """
     dim, exists = tier_dims(TIER, True)
     return round_tile(x, dim, exists, matrix + dim, TIER)

@@ -58,7 +58,7 @@ def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
-    """Rounds keys as `reference.round_keys`, in float32 and in one launch."""
+    """Rounds keys as `reference.round_keys` does, in float32 and in one launch."""
     count, dim = key.shape
     if dim != tier.key_dim or key.dtype not in TRITON_DTYPES or feedback.shape[1:] != (dim, dim):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Second moments of queries, and the feedback by which keys are rounded for them, in plain PyTorch."""
+"""Second moments of queries, and the feedback that rounds keys for them, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
         moment = matrix.mT @ moment @ matrix
     mean = moment.diagonal(dim1=1, dim2=2).mean(1)
     identity = torch.eye(moment.shape[1], dtype=moment.dtype, device=moment.device)
-    # without queries there is no feedback
+    # without queries, there is no feedback
     damped = moment + torch.where(mean > 0, DAMPING * mean, 1.0)[:, None, None] * identity
     factor, failed = torch.linalg.cholesky_ex(damped)
     factor = (factor / factor.diagonal(dim1=1, dim2=2)[:, None]).mT

@@ -10,7 +10,7 @@ from ...pages import TierLayout
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
-    """Rounds keys as `reference.round_keys`, in float32.
+    """Rounds keys as `reference.round_keys` does, in float32.
 
     Raises:
         ValueError: shapes of tensors do not fit.

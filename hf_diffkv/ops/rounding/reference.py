@@ -1,11 +1,11 @@
 """Rounding of keys for the queries that read them, in plain PyTorch.
 
 If a key changes by e, a logit changes by q . e. The error to minimise is therefore not e . e but the mean of
-(q . e)^2, which is e H e, with H the mean of q q^T. With H = M D M^T, where M has ones on the diagonal and zeros above
-and D is diagonal, it equals the sum over channels k of D_k (e_k + sum over j > k of M_jk e_j)^2. So channels are
-rounded one by one, last channel first, each to the code nearest to its element minus the errors fed back from the later
-channels. This is LDLQ of QuIP (NeurIPS 2023), which GPTQ (ICLR 2023) applies to weights; here queries take the place of
-a layer's inputs.
+(q . e)^2, which is e H e, where H is the mean of q q^T. With H = M D M^T, where M has ones on the diagonal and zeros
+above it and D is diagonal, it equals the sum over channels k of D_k (e_k + sum over j > k of M_jk e_j)^2. Channels are
+therefore rounded one by one, from last to first, each to the code nearest to its element minus the errors fed back from
+later channels. This is LDLQ from QuIP (NeurIPS 2023), which GPTQ (ICLR 2023) applies to weights; here queries take the
+place of a layer's inputs.
 
 Scales and zero points are those of the unrounded key. The result keeps the smallest and the largest element of every
 group unchanged and has decoded codes elsewhere, so quantising it yields these codes.
@@ -22,9 +22,9 @@ from ...pages import TierLayout
 from ..backend import compute_dtype
 from ..quantize.reference import scale_and_zero_of
 
-# share of H's mean diagonal added to it, so that directions without any query count as well
+# share of H's mean diagonal added to it, so that directions without queries count too
 DAMPING = 0.1
-# keys of more bits are precise enough without it
+# keys with more bits are precise enough without it
 LARGEST_BITS = 6
 
 
@@ -39,7 +39,7 @@ class ModelFeedback:
             [layers, batch, heads].
 
     Raises:
-        ValueError: the matrix has another shape or dtype, or is not contiguous.
+        ValueError: the matrix has the wrong shape or dtype, or is not contiguous.
     """
 
     matrix: Tensor

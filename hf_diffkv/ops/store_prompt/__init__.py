@@ -1,1 +1,1 @@
-"""Stores a prompt by kernels, in pages and windows: all of its tokens in order, or by thresholds."""
+"""Stores a prompt in pages and windows with kernels: all of its tokens in order, or by thresholds."""

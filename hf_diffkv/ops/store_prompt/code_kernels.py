@@ -17,7 +17,7 @@ from .row_kernels import row_and_place
 
 @triton.jit
 def round_group(goal, ends, key, matrix, codes, place, there, dim, first, TIER: tl.constexpr):
-    """Chooses the codes of one group of channels, from the channel `first` on; returns `goal` for those before.
+    """Chooses the codes of one group of channels, starting at `first`; returns `goal` for the channels before it.
 
     Args:
         ends: smallest and largest element of each key in the group, [tokens] each.
@@ -49,7 +49,7 @@ def round_group(goal, ends, key, matrix, codes, place, there, dim, first, TIER: 
 
 @triton.jit
 def store_codes(key, matrix, codes, token, there, TIER: tl.constexpr, WIDTH: tl.constexpr):
-    """Chooses the codes of a tile of one row's keys, channel by channel, last one first.
+    """Chooses the codes of a tile of one row's keys, channel by channel, from last to first.
 
     Args:
         key, codes: pointers to the row's first token.
@@ -61,7 +61,7 @@ def store_codes(key, matrix, codes, token, there, TIER: tl.constexpr, WIDTH: tl.
     dim = tl.arange(0, WIDTH)
     exists = (dim < DIM)[:, None]
     place = token.to(tl.int64) * DIM
-    # the keys minus what rounded channels feed back
+    # the keys minus the errors that rounded channels feed back
     goal = tl.load(key + place[None, :] + dim[:, None], mask=exists & there[None, :], other=0.0).to(tl.float32)
     ranges = ()
     for group in tl.static_range(GROUPS):

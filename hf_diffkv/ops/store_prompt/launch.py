@@ -1,4 +1,4 @@
-"""Launcher of the kernels that store a prompt, without reading the device: at most nine launches, ten by thresholds."""
+"""Launcher of the kernels that store a prompt without reading the device: at most nine launches, ten by thresholds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .row_kernels import advance_kernel
 from .tokens import Placement, PromptTokens
 
 SUM_TOKENS, SUM_STEPS = 32, 16
-# tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted at a time
+# tokens levelled and ranked at a time, and rows, blocks or pages counted at a time
 BLOCK, CHUNK = 256, 128
 # warps for a tile of keys that is rounded where it is stored, which takes more registers and therefore has fewer tokens
 ROUNDING_WARPS = 8
@@ -36,26 +36,25 @@ MOST_GROUPS = 2
 def store_prompt(
     rows: LayerRows, new: PromptTokens, placement: Placement, past: int, received: Tensor | None = None
 ) -> None:
-    """Appends new tokens to every request, and quantises the tokens that leave the windows.
+    """Appends new tokens to every request, and quantises the tokens that leave the windows, all in kernels.
 
-    With `received`, it updates the sums of all tokens, new ones included, and decides the levels of all tokens outside
+    With `received`, it updates the sums of all tokens, including new ones, and decides the levels of all tokens outside
     the windows. A token is high if its mean is at least alpha_high / N, low if it is at least alpha_low / N, and pruned
     otherwise (DiffKV, section 4.2). N is the request's length including the new tokens. No stored token is promoted.
-    Without, all tokens of a row enter the low tier where `alpha_high` is above 0, otherwise the high tier.
-
-    Only kernels run; nothing is read from the device.
+    Without it, all tokens of a row enter the low tier if `alpha_high` is above 0, otherwise the high tier.
+    Nothing is read from the device.
 
     Args:
         rows: rows whose pages have scores and positions if `received` is given, and none otherwise. The free list must
-            hold all pages that the rows may lack, before any page is freed.
+            hold all pages that the rows may need before any page is freed.
         new: new tokens.
         placement: form in which the tokens are stored.
-        past: length P of the longest row before, window included; without `received` only whether it is 0 counts.
-        received: attention received in this forward, float32 [batch, heads, P + tokens]: first by the tokens of the row
-            (high, low, then window by position), then by the new tokens. None if the pages have no scores.
+        past: earlier length P of the longest row, window included; without `received`, only whether it is 0 matters.
+        received: attention received in this forward, float32 [batch, heads, P + tokens]: first by the row's old tokens
+            (high, low, then window by position), then by the new ones. None if the pages have no scores.
 
     Raises:
-        ValueError: the tokens do not fit the rows, kernels do not support their dtype, or `received` has another shape.
+        ValueError: the tokens do not fit the rows, kernels do not support their dtype, or `received` does not fit.
     """
     check_dtype(rows.dtype)
     rows.check_tokens(new.key, new.value)
@@ -137,7 +136,7 @@ def _arguments(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict
 
 
 def _lists(rows: LayerRows, received: Tensor, past: int) -> dict[str, object]:
-    """Returns the further arguments of the kernels that choose by thresholds; see `level_kernels.py`."""
+    """Returns the other arguments of kernels that choose by thresholds; see `level_kernels.py`."""
     columns, scratch = received.shape[-1], _scratch(rows)
     blocks = triton.cdiv(columns, BLOCK)
     return {

@@ -4,21 +4,21 @@
     count         counts the tokens before each block, those a row keeps and gains, and the pages it lacks and frees
     list          lists each token's rank among its kind, the slots that become free, and the rows' page ids
 
-Sums of keys are computed and offsets fixed before, if necessary (`offset_kernels.py`). Tokens are then moved
+If necessary, sums of keys are computed and offsets fixed beforehand (`offset_kernels.py`). Tokens are then moved
 (`move_kernels.py`), and `advance` ends the prompt (`row_kernels.py`, which describes common arguments).
 
-Each token has a column. The first P columns are the tokens before: a row's high tokens, then its low ones, then those
-of its window by position. The new tokens follow in their order. A kept token stays in its slot if the slot is below the
-tier's new count. The free slots below that count are assigned in order, first to the tokens added to the tier, in order
-of their columns, then to the kept tokens beyond the new end, last token first. So a launch never writes a slot that it,
-or a later launch, still has to read.
+Each token has a column. The first P columns are the old tokens: a row's high tokens, then its low tokens, then those of
+its window by position. The new tokens follow in order. A kept token stays in its slot if the slot is below the tier's
+new count. The free slots below that count are assigned in order, first to the tokens added to the tier, in order of
+their columns, then to the kept tokens beyond the new end, from the last one back. A launch thus never writes a slot
+that it, or a later launch, still has to read.
 
     level    level of each token (pages/rows.py), int8 [rows, columns]
-    before   tokens kept in the high and the low tier and tokens added to them, int32 [rows, blocks, 4]: first of each
-             block, later of all blocks before it
-    order    rank among the tier's added tokens; for kept tokens the rank from the last one, int32 [rows, columns]
-    target   free slots among the old ones, int32 [rows, P]: of the high tier, and from the first low column on of the
-             low tier
+    before   tokens kept in the high and the low tier and tokens added to them, int32 [rows, blocks, 4]: at first in
+             each block, later in all blocks before it
+    order    rank among the tier's added tokens; for kept tokens, rank from the last one, int32 [rows, columns]
+    target   free slots among the old ones, int32 [rows, P]: those of the high tier and, starting at the first low
+             column, those of the low tier
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LAYER = ("table", *COUNTS, *LENGTHS)
 def add_to_sums(pages, table, width, index, received, active, length, TIER: tl.constexpr, IS_LOW: tl.constexpr):
     """Adds received attention to the sums of a row's stored tokens.
 
-    Returns the sums, float32 before they are rounded for storage, and the positions, int32.
+    Returns the sums as float32, before they are rounded for storage, and the positions as int32.
 
     Args:
         table: pointer to the row's page table.
@@ -180,7 +180,7 @@ def count_kernel(
 
 @triton.jit
 def list_pages(ring, ring_state, table, entries, have, need, place, width, IS_LOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Lists the page ids of one tier of a row; missing pages are taken from the free list from `place` on."""
+    """Lists the page ids of one tier of a row; missing pages are taken from the free list, starting at `place`."""
     lane = tl.arange(0, CHUNK)
     capacity = tl.maximum(tl.load(ring_state + CAPACITY), 1)
     first = 0
@@ -195,7 +195,7 @@ def list_pages(ring, ring_state, table, entries, have, need, place, width, IS_LO
 
 @triton.jit
 def ranks(members, before):
-    """Returns the number of members before each token, int32; `before` points to that of earlier blocks."""
+    """Returns the number of members before each token, int32; `before` points to the number in earlier blocks."""
     ones = members.to(tl.int32)
     return tl.load(before) + tl.cumsum(ones, 0) - ones
 
@@ -229,7 +229,7 @@ def list_kernel(
     ring, ring_state, table, entries, level, before, plan, order, target, high_count, low_count, rows, width, columns,
     past, blocks, HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists ranks and free slots of each block, and in the last program the pages of a row. Grid: (rows, blocks + 1).
+    """Lists ranks and free slots of each block and, in the last program, a row's pages. Grid: (rows, blocks + 1).
 
     `columns` is P plus the number of new tokens.
     """

@@ -1,7 +1,7 @@
 """Triton kernels that move stored, exact and new tokens after their levels are decided; see `level_kernels.py`.
 
     demote        moves demoted tokens to the low tier
-    close         moves kept tokens beyond the row's new end forward
+    close         moves forward the kept tokens beyond the row's new end
     level_window  stores the tokens that leave the window at their level
     level_new     stores the new tokens at their level, or in the window
 
@@ -21,7 +21,7 @@ from .level_kernels import HIGH_LEVEL, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds
 from .row_kernels import ADDED, COUNTS, KEPT, count_after, new_tokens, row_and_place, slot_of, token_in_slot
 from .tile_kernels import Incoming, Target, WindowSlots, enter_tile, leave_tile, store_scalars, store_tile
 
-# what the kernels before have listed for all rows
+# what the earlier kernels have listed for all rows
 Lists = namedtuple("Lists", "entries target plan level order high_count low_count rows width columns past")
 
 
@@ -86,7 +86,7 @@ def demote_kernel(
 
 @triton.jit
 def close_tier(pages, lists, row, index, rank, kept, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Moves a tier's kept tokens `index` beyond the row's new end forward."""
+    """Moves forward a tier's kept tokens `index` that lie beyond the row's new end."""
     moves = kept & (index >= count_after(lists.plan, row, lists.rows, IS_LOW))
     if tl.sum(moves.to(tl.int32), 0) > 0:
         added = tl.load(lists.plan + (ADDED + IS_LOW) * lists.rows + row)
@@ -103,7 +103,7 @@ def close_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, rows, width, columns, past,
     HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Moves kept tokens beyond the new end forward. Grid: (cdiv(past, BLOCK), heads, batch)."""
+    """Moves forward the kept tokens beyond the new end. Grid: (cdiv(past, BLOCK), heads, batch)."""
     row, token = row_and_place(BLOCK)
     lists = Lists(entries, target, plan, level, order, high_count, low_count, rows, width, columns, past)
     earned, rank = level_and_rank(lists, row, token, token < past)
@@ -165,7 +165,7 @@ def level_new_kernel(
 ):  # fmt: skip
     """Stores new tokens at their level or in the window. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
-    Arguments as in `store_new_kernel` and `decide_kernel`.
+    Arguments are as in `store_new_kernel` and `decide_kernel`.
     """
     row, token = row_and_place(BLOCK)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)

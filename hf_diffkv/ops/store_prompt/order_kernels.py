@@ -4,7 +4,7 @@
     leave_window   centres the tokens of the windows, and quantises those that leave
     store_new      rotates, centres and checks new tokens, and quantises them into pages or keeps them in the window
 
-Sums of keys are computed and offsets fixed before, if necessary (`offset_kernels.py`); `advance` follows
+If necessary, sums of keys are computed and offsets fixed beforehand (`offset_kernels.py`); `advance` follows
 (`row_kernels.py`, which describes common arguments).
 
 Token p of a request is in the window if p < sink_end or p >= start; otherwise it is the (p - sink_end)-th token of its
@@ -46,7 +46,7 @@ def is_low(alpha_high, row):
 @triton.jit
 def row_counts(alpha_high, high_count, low_count, count, length, window_start, sink_end, row, there, heads, tokens,
                window, HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr):  # fmt: skip
-    """Returns which rows are low, their stored tokens before and after, the pages they have, and those they lack."""
+    """Returns which rows are low, their stored tokens before and after, and the pages they have and lack."""
     request = row // heads
     start, _ = new_start(count, length, window_start, request, there, tokens, window)
     after = (start - tl.load(sink_end + request, mask=there, other=0)).to(tl.int32)
@@ -77,7 +77,7 @@ def take_pages_kernel(
         before += lacks
         first += CHUNK
     kind = tl.arange(0, 4)
-    # the same row in each lane, one for each kind of token in the plan
+    # the same row in every lane, with a lane for each kind of token in the plan
     one = row + tl.zeros_like(kind)
     low, held, after, have, lacks = row_counts(
         alpha_high, high_count, low_count, count, length, window_start, sink_end, one, one < rows, heads, tokens,
@@ -104,7 +104,7 @@ def take_pages_kernel(
 
 @triton.jit
 def target_in_order(table, row, width, index, leaves, TIER: tl.constexpr, IS_LOW: tl.constexpr):
-    """Returns the target of tokens that are the `index`-th ones of their row, int64 [tokens]."""
+    """Returns the target of the tokens at `index` (int64 [tokens]) in their row."""
     entry = table + row.to(tl.int64) * width + column(index // TIER.capacity, width, IS_LOW)
     return Target(leaves, tl.load(entry, mask=leaves, other=0).to(tl.int64), index % TIER.capacity)
 
@@ -159,7 +159,7 @@ def store_new_kernel(
     """Stores new tokens in pages or in the window. Grid: (cdiv(tokens, BLOCK), heads, batch).
 
     Args:
-        key, value: key and value states of the model, [batch, heads, tokens, dim], with the strides given.
+        key, value: key and value states of the model, [batch, heads, tokens, dim], with the given strides.
         key_matrix, value_matrix, offset, feedback, limit: fields of `Incoming`.
         codes: result of `choose_codes_kernel`, or None.
         invalid: field of `WindowSlots`.

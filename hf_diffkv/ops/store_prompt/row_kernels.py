@@ -1,4 +1,4 @@
-"""Triton functions about rows that all kernels of this op share, and the kernel that ends a prompt.
+"""Triton functions for rows, shared by all kernels of this op, and the kernel that ends a prompt.
 
 Rows are (request, head). Unless stated otherwise, `length`, `window_start` and `sink_end` are int64 [batch], with the
 values before the new tokens, and `count` is the number of new real tokens, int64 [batch], or None if all `tokens` are
@@ -6,7 +6,7 @@ real. `rank` is the number of real tokens before each, int32 [batch, tokens], -1
 
     plan        tokens that the high and the low tier keep, tokens that they gain, pages that the row lacks, and pages
                 that it frees, int32 [6, rows]
-    ring_state  the free list's state before, int64 [3]
+    ring_state  the free list's earlier state, int64 [3]
     entries     page ids of both tiers, int32 [rows, 2, width]; None if the page table has them already
 """
 
@@ -28,7 +28,7 @@ KEPT, ADDED, LACKS, GIVES = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4), t
 
 @triton.jit
 def row_and_place(BLOCK: tl.constexpr):
-    """Returns the row and the tokens, or slots, of a program of a grid (blocks, heads, batch).
+    """Returns the row and the tokens, or slots, of a program in a grid (blocks, heads, batch).
 
     Blocks come first, because CUDA allows 65,535 programs along the other axes.
     """
@@ -48,7 +48,7 @@ def new_start(count, length, window_start, request, there, tokens, window):
 
 @triton.jit
 def new_tokens(token, rank, count, length, window_start, sink_end, request, tokens, window):
-    """Returns of new tokens which are real and their positions, then the sinks' end and the results of `new_start`."""
+    """Returns which new tokens are real, their positions, the sinks' end, and the results of `new_start`."""
     order = token
     real = (token >= 0) & (token < tokens)
     if rank is not None:
@@ -92,13 +92,13 @@ def count_after(plan, row, rows, IS_LOW: tl.constexpr):
 
 @triton.jit
 def tier_pages(plan, count, row, rows, PAGE_TOKENS: tl.constexpr, IS_LOW: tl.constexpr):
-    """Returns the number of pages that a tier of a row has and will have."""
+    """Returns the numbers of pages that a tier of a row has and will have."""
     return tl.cdiv(tl.load(count + row), PAGE_TOKENS), tl.cdiv(count_after(plan, row, rows, IS_LOW), PAGE_TOKENS)
 
 
 @triton.jit
 def give_pages(ring, capacity, own, have, need, place, CHUNK: tl.constexpr):
-    """Returns a tier's pages from the `need`-th on to the free list, from `place` on."""
+    """Returns a tier's pages, starting with the `need`-th, to the free list at `place`."""
     lane = tl.arange(0, CHUNK)
     first = need
     while first < have:
@@ -111,7 +111,7 @@ def give_pages(ring, capacity, own, have, need, place, CHUNK: tl.constexpr):
 @triton.jit
 def write_table(ring, ring_state, table, own, plan, high_count, low_count, row, rows, width,
                 HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Writes a row of the page table and frees the pages that it lost; returns the pages that all rows free.
+    """Writes a row of the page table and frees the pages that it lost; returns the number that all rows free.
 
     Args:
         own: the row's part of `entries`.
@@ -141,7 +141,7 @@ def advance_kernel(
     ring, state, ring_state, table, entries, plan, high_count, low_count, count, length, window_start, rows, heads,
     width, tokens, window, HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Updates counts, lengths, windows and the free list, and with `entries` the page table. Grid: (rows,).
+    """Updates counts, lengths, windows and the free list and, with `entries`, the page table. Grid: (rows,).
 
     Only a row's own program reads its counts, and only the program of a request's first head reads its lengths.
     """

@@ -14,15 +14,15 @@ from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, wr
 from ..rotation_kernel import rotated_tile, rounded
 from ..rounding.kernels import MOST_BITS, round_for_tier
 
-# where tokens of a tile go in pages: which of them, bool, page numbers, int64, and slots of a page, [tokens] each
+# where tokens of a tile go in pages: which of them (bool), page numbers (int64) and slots of a page, [tokens] each
 Target = namedtuple("Target", "active page slot")
-# where they go in windows: [rows * slots, dim] and [rows * slots], then slots among all, int64, which tokens, bool, and
-# a flag that is set if a token cannot be stored, uint8 [1]
+# where they go in windows: [rows * slots, dim] and [rows * slots], then slots among all (int64), which tokens (bool),
+# and a flag that is set if a token cannot be stored, uint8 [1]
 WindowSlots = namedtuple("WindowSlots", "key value score slot stays invalid")
 # pointers to new tokens, [tokens], contiguous rotations, the offset to subtract from keys, float32 [rows, key_dim],
-# matrices by which keys are rounded (ops/rounding), float32 [rows, key_dim, key_dim], pointers to the codes of keys,
-# [tokens], that replace these matrices, and the largest magnitude of an element, or with a rotation the largest norm of
-# a token; all but pointers to tokens and limit may be None
+# matrices that keys are rounded by (ops/rounding), float32 [rows, key_dim, key_dim], pointers to the codes of keys,
+# [tokens], that replace these matrices, and the largest magnitude of an element or, with a rotation, the largest norm
+# of a token; all but the pointers to tokens and the limit may be None
 Incoming = namedtuple("Incoming", "key value key_matrix value_matrix offset feedback codes limit")
 
 
@@ -31,7 +31,7 @@ def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, TIER: tl.constexpr
              INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
     """Loads and rotates tokens; returns a float32 tile and whether each token can be stored.
 
-    Arguments as in `rotated_tile` and `Incoming`.
+    Arguments are as in `rotated_tile` and `Incoming`.
     """
     if matrix is None:
         dim, exists = tier_dims(TIER, IS_KEY)
@@ -61,7 +61,7 @@ def store_tile(x, pages, to, feedback, row, TIER: tl.constexpr, IS_KEY: tl.const
                chosen=None):  # fmt: skip
     """Quantises a tile into pages.
 
-    Keys of few bits get the codes at `chosen` (pointers [tokens]), or are rounded by the row's matrix, if one is given.
+    Keys of few bits get the codes at `chosen` (pointers [tokens]), or are rounded by the row's matrix if one is given.
     """
     if IS_KEY and chosen is None and feedback is not None and TIER.k_bits <= MOST_BITS:
         x = round_for_tier(x, feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim), TIER)
@@ -107,7 +107,7 @@ def enter_tile(pages, to, new, exact, active, score, position, row, TIER: tl.con
 
     Args:
         to, new: `Target` and `Incoming`.
-        exact: `WindowSlots`; None writes to pages alone.
+        exact: `WindowSlots`; None writes only to pages.
         active: tokens to read, bool [tokens].
         score, position: float32 and int64 [tokens].
     """
@@ -146,7 +146,7 @@ def leave_tile(pages, to, window_key, window_value, window_score, slot, token, t
     if shift is not None:
         x = rounded(less(x, shift, row, TIER), DTYPE)
         if stays is not None:
-            # this program alone reads its tokens, and has read them completely before it writes those that stay
+            # only this program reads its tokens, and it has read them all before it writes those that stay
             tl.debug_barrier()
             keep_tile(x, window_key, slot, stays, TIER, True, DTYPE)
     store_tile(x, pages, to, feedback, row, TIER, True, DTYPE)

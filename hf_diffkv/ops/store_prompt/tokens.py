@@ -1,4 +1,4 @@
-"""Arguments of the ops that store a prompt by kernels: its new tokens, and the form in which they are stored."""
+"""Arguments of the ops that store a prompt with kernels: its new tokens, and the form in which they are stored."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Placement:
     """Form in which a layer stores its new tokens.
 
     Attributes:
-        window: number of tokens that a window holds besides sinks.
+        window: tokens that a window holds, not counting sinks.
         limit: largest magnitude of a stored element; with a rotation, largest norm of a token.
         rotation: rotations of keys and values.
         centers: whether to fix the offset of rows whose first token leaves the window (store/transform.py).
-        feedback: matrices by which quantised keys are rounded (ops/rounding), [batch * heads, key_dim, key_dim]; None
+        feedback: matrices that quantised keys are rounded by (ops/rounding), [batch * heads, key_dim, key_dim]; None
             rounds each element to the nearest code.
     """
 
