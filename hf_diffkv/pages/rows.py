@@ -294,7 +294,10 @@ class EarlierTokens:
         stored: length of the longest stored row, window included. A row's tokens are ranked high, low, window, each in
             stored order.
         key, value: exact tokens that follow the stored ones, [batch, kv_heads, tokens, dim]; None without any.
-        valid: True for exact tokens that exist, bool [batch, kv_heads, tokens]; given with `key` and `value`.
+        valid: True for exact tokens that exist, bool [batch, kv_heads, tokens].
+
+    Raises:
+        ValueError: only some of `key`, `value` and `valid` are given.
     """
 
     rows: LayerRows | None = None
@@ -302,6 +305,11 @@ class EarlierTokens:
     key: Tensor | None = None
     value: Tensor | None = None
     valid: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        given = [part is not None for part in (self.key, self.value, self.valid)]
+        if any(given) and not all(given):
+            raise ValueError("earlier tokens need a key, a value and valid together.")
 
     @property
     def exact(self) -> int:
