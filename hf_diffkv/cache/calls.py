@@ -27,8 +27,8 @@ class Call:
         chooses: whether the user's own generation function (`custom_generate`) runs, which may use any cache.
 
     Attributes:
-        cache: cache that the call must use; None before there is one, or with a cache of Transformers' own.
-        length: number of tokens of the whole prompt, cached ones included; None if nothing tells it.
+        cache: cache that the call must use; None before there is one, or with one of Transformers' own caches.
+        length: number of tokens of the whole prompt, cached ones included; None if unknown.
         in_chunks: whether the prompt is being prefilled in several forwards.
     """
 
@@ -37,7 +37,7 @@ class Call:
         self.cache: DiffKVCache | None = None
         self.length: int | None = None
         self.in_chunks = False
-        # the claim on a cache, and whether the cache recorded before it
+        # the claim on a cache, and whether the cache was recording before it
         self._claimed: tuple[DiffKVCache, Any, bool] | None = None
         # tokens the cache had seen before the call, and before the forward prepared last
         self._at_start = self._before = 0
@@ -47,7 +47,7 @@ class Call:
         """Claims a cache for the call.
 
         Raises:
-            CacheInUseError: raised by `Usage.claim`, or a call within which this one runs uses the cache.
+            CacheInUseError: raised by `Usage.claim`, or an enclosing call uses the cache.
         """
         if any(call.cache is cache and not call.chooses for call in _thread.calls if call is not self):
             raise in_use()
@@ -141,7 +141,7 @@ class Call:
         return True
 
     def missing(self, input_ids: Tensor, attention_mask: Tensor | None) -> int | None:
-        """Returns the number of tokens that a filled cache lacks, or None if it lacks all that the forward is given.
+        """Returns the number of tokens that a filled cache lacks, or None if it lacks all those given to the forward.
 
         Assisted decoding gives the cache the whole text again, with the first candidates at its end.
 

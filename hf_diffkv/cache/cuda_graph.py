@@ -102,8 +102,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _spare_generator(device: torch.device) -> Iterator[None]:
     """Gives the device's default generator a throwaway state within the block.
 
-    Up to PyTorch 2.11 a capture changes the mode of the state it begins with. Other threads could not draw numbers
-    until it ends, and if it never ended nobody could. So a forward that draws numbers cannot be captured there.
+    Up to PyTorch 2.11, a capture changes the mode of the state it begins with, so other threads could not draw numbers
+    until it ended, and none ever could if it did not. A forward that draws numbers therefore cannot be captured there.
     """
     generator = torch.cuda.default_generators[device.index]
     own = generator.graphsafe_get_state()
