@@ -32,8 +32,8 @@ Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class ExpandedAttention(PromptAttention):
     """New tokens that attend over keys and values expanded from latents, and are then compressed.
 
-    The expanded tensors of the layer's past and of the new tokens exist while they are attended to only. Queries are
-    those of the model, [batch, query_heads, tokens, head_dim], and so is the output.
+    The expanded tensors of the layer's past and of the new tokens exist only while they are attended to. Queries,
+    [batch, query_heads, tokens, head_dim], and output are in the model's form.
 
     Args:
         expand: how to expand latents.

@@ -28,8 +28,8 @@ def store_by_kernels(
         feedback: matrices by which keys are rounded (`transform.feedback`), or None.
 
     Returns:
-        False if, with token selection, the upper bound on the pages needed is not available. The layer is unchanged,
-        and the tokens may still fit.
+        False if, with token selection, fewer pages are available than may be needed. The layer is unchanged, and the
+        tokens may still fit.
 
     Raises:
         MemoryError: without token selection, the tokens do not fit; the layer is unchanged.
@@ -45,7 +45,7 @@ def store_by_kernels(
     from ..ops.store_prompt.launch import store_prompt
 
     tokens = PromptTokens(new.key, new.value, forward.rank, forward.count)
-    # a layer's first attention, which comes after the plan, tells whether it is centred
+    # a layer's first attention, which comes after the plan, shows whether it is centred
     centers = forward.centers[layer] and layer not in store.uncentered
     placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
     with Changing(store):

@@ -101,7 +101,7 @@ def refresh(store: Store) -> None:
             raise
         if store.lowering.active:
             for other in make_room_for_steps(store, lookahead):
-                # its step may have been given room already
+                # its step may already have been given room
                 bound_rows(other, *other.look(other.high_count, other.low_count), lookahead)
         else:
             in_empty_rows = sum(int(pages_of(more, capacity).sum()) for more, capacity in zip(growth, tiers))
