@@ -3,10 +3,10 @@
 Keys and values that carry a `DiffKVLayer` go to that layer. All others (training, other caches, sliding-window layers)
 get ordinary dense attention, so a model can be left on `"diffkv"`.
 
-In a compiled forward a layer's whole attention is one opaque operator, `attend`, so that the forward compiles into one
-graph. The operator identifies the layer by a number. The number is passed as a tensor, so that one graph serves every
-cache whose layers have the same shapes. The operator declares that it mutates a tensor shared by all layers, which
-keeps it from being reordered or dropped. The compiler may pass copies of both tensors.
+In a compiled forward, a layer's whole attention is one opaque operator, `attend`, so that the forward compiles into one
+graph. The operator identifies the layer by a number, passed as a tensor so that one graph serves every cache whose
+layers have the same shapes. It declares that it mutates a tensor shared by all layers, which keeps it from being
+reordered or dropped. The compiler may pass copies of both tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
 
 # attribute of a causal mask with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
-# arguments that models pass along and that do not change attention
+# arguments that models pass along but that do not affect attention
 HARMLESS = {
     "cache",
     "cache_kwargs",
@@ -127,7 +127,7 @@ def diffkv_attention(
             _check_not_moved(key)
         output = dense_attention(query, key, value, attention_mask, softmax, dropout, causal)
         return output.transpose(1, 2).contiguous(), None
-    # a mask defines visibility by itself
+    # a mask alone defines visibility
     if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
         raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
     if dropout:

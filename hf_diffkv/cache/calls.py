@@ -39,7 +39,7 @@ class Call:
         self.in_chunks = False
         # the claim on a cache, and whether the cache was recording before it
         self._claimed: tuple[DiffKVCache, Any, bool] | None = None
-        # tokens the cache had seen before the call, and before the forward prepared last
+        # tokens the cache had seen before the call, and before the last prepared forward
         self._at_start = self._before = 0
         self._checked = False
 
@@ -53,7 +53,7 @@ class Call:
             raise in_use()
         cache.usage.claim(self.model, run)
         self._claimed = cache, run, cache.stores.recording or getattr(run, "is_assistant", False)
-        # `generate()` may run within a module, which is then no sign of a forward
+        # `generate()` may run within a module, which then does not indicate a forward
         cache.stores.turns.outer = module_frames(sys._getframe())
 
     def release(self, failed: bool) -> None:
@@ -74,7 +74,7 @@ class Call:
             cache.usage.release(run, is_empty=cache.get_seq_length() == 0)
 
     def use(self, cache: DiffKVCache, length: int | None) -> None:
-        """Sets the cache of the call, and the length of its whole prompt."""
+        """Sets the call's cache and the length of its whole prompt."""
         self.cache, self.length = cache, length
         self._at_start = self._before = cache.get_seq_length()
 

@@ -1,9 +1,9 @@
 """Work recorded on a CUDA device.
 
 `torch.cuda.graph` has three drawbacks here. Its single capture stream belongs to the device that captured first. Other
-threads must not allocate while it captures. And an invalidated capture, for example by a model that synchronizes with
-the device, leaves the thread on the capture stream, and leaves the device's allocator and random generator in the
-middle of a capture, so that they fail from then on.
+threads must not allocate while it captures. Finally, a capture that is invalidated, for example by a model that
+synchronizes with the device, leaves the thread on the capture stream and the device's allocator and random generator in
+the middle of a capture, so that they fail from then on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CudaGraph:
         """
         with _alone(), torch.cuda.stream(_stream(self._device)):
             torch.cuda.synchronize()
-            # within a capture the allocator cannot reclaim cached memory
+            # within a capture, the allocator cannot reclaim cached memory
             torch.cuda.empty_cache()
             pool = torch.cuda.graph_pool_handle()
             try:

@@ -39,7 +39,7 @@ class TensorParallel:
 
         for mesh in (p.device_mesh for p in model.parameters() if isinstance(p, DTensor)):
             names = mesh.mesh_dim_names
-            # the mesh may have no names in older releases of Transformers, or where the user made it
+            # the mesh may have no names in older releases of Transformers, or if the user made it
             if names is None and mesh.ndim == 1 and mesh.size() == getattr(model, "tp_size", None):
                 return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
             if "tp" in (names or ()):
@@ -122,7 +122,7 @@ def layer_shapes(model: Any) -> dict[int, tuple[int, int, int]]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     shapes = {}
     for module in () if decoder is None else decoder.modules():
-        # looking up an attribute that a module lacks is slow, and most of them lack this one
+        # looking up a missing attribute of a module is slow, and most modules lack this one
         index = vars(module).get("layer_idx")
         if not isinstance(index, int):
             continue

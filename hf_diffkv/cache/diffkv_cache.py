@@ -133,7 +133,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Takes a layer's new key and value states, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            ValueError: the cache holds a different number of sequences, or a different dtype.
+            ValueError: the cache holds a different number of sequences or a different dtype.
             HandOverError: tokens announced by an earlier `update` never reached the `diffkv` attention function, an
                 earlier forward stopped halfway, or the model that `generate()` ran with this cache now has a different
                 attention implementation.
@@ -191,7 +191,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             )
 
     def check_layers(self, model: Any) -> None:
-        """Raises `ValueError` if the layers of `model` differ from those of the model this cache was made for."""
+        """Raises `ValueError` if the layers of `model` do not match this cache."""
         text_config = config_of(model).get_text_config(decoder=True)
         mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
         if mine != [type(layer) for layer in cache_layers(text_config)]:
@@ -209,7 +209,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         that separates layers sharing keys and values, in which case the layer that is read stays uncompressed.
 
         Raises:
-            ValueError: the model's layers, or its query moments, do not match the model this cache was made for.
+            ValueError: the model's layers or query moments do not match this cache.
         """
         self.check_layers(model)
         if self.stores.latent:
@@ -422,7 +422,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
     @between_forwards
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last tokens. Levels, significance and pages become as if they had never been seen.
+        """Takes back the last tokens, leaving levels, significance and pages as if they had never been seen.
 
         Args:
             tokens_to_remove: negated number of tokens to remove, or 0 to keep all.
@@ -487,7 +487,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             with self.stores.between_forwards():
                 return f"{type(self).__name__}({in_short(self)})"
         except HandOverError:
-            # this thread is within a forward: describe the state that the host knows so far
+            # this thread is within a forward: describe what the host knows so far
             return f"{type(self).__name__}({in_short(self)})"
 
 

@@ -178,7 +178,7 @@ class DecodeStep:
             passed(inputs) is self.cache
             and isinstance(ids, Tensor)
             and ids.shape == (first.batch_size, 1)
-            # without them models count from the length of the cache, which a graph would freeze
+            # without them, models count from the length of the cache, which a graph would freeze
             and isinstance(inputs.get("position_ids"), Tensor)
             and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
             and all(_is_plain(name, value) for name, value in inputs.items())
@@ -317,7 +317,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def _copied(output: Any) -> Any:
-    """Copies `output`, tensors in tuples (such as hidden states) included, so that replays do not overwrite it."""
+    """Copies `output`, including tensors in tuples (such as hidden states), so that replays do not overwrite it."""
     return type(output)(**{name: _copied_value(value) for name, value in output.items()})
 
 
@@ -354,7 +354,7 @@ def within_graph(asked: CompileConfig) -> CompileConfig:
 
 
 def _default_modes() -> tuple[str | None, ...]:
-    """Returns the modes that do no more than make the compiler capture graphs, `CompileConfig`'s default included."""
+    """Returns the modes that at most make the compiler capture graphs, including `CompileConfig`'s default."""
     return None, "default", CompileConfig().mode
 
 
@@ -362,7 +362,7 @@ def compiled_forward(model: Any, asked: CompileConfig, get_compiled_call: Callab
     """Returns the forward of `model`, which compiles on its first call, or None if it cannot be compiled.
 
     Args:
-        asked: compile configuration that the user gave.
+        asked: the user's compile configuration.
         get_compiled_call: Transformers' method, which keeps one compiled forward per model.
 
     Raises:

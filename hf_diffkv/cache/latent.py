@@ -1,9 +1,9 @@
 """Layers that cache latents (multi-head latent attention; docs/latent.md).
 
 Models of this kind give `update` a latent and a rotary key for each token, and expand all of them into keys and values
-with a method `expand_kv` before they call the attention function. The method is wrapped once for each class: latents
-that carry a `LatentLayer` reach the attention function as they are. All others (training, other caches, layers with
-sliding windows) are expanded as before.
+with their method `expand_kv` before they call the attention function. The method is wrapped once for each class:
+latents that carry a `LatentLayer` reach the attention function as they are. All others (training, other caches, layers
+with sliding windows) are expanded as before.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class LatentLayer(DiffKVLayer):
     """Compressed layer of latents with one head: its key is the rotary key, its value the latent.
 
     Attributes:
-        expand: how to expand latents in the next `attend`; None attends with absorbed queries.
+        expand: function that expands latents in the next `attend`; None attends with absorbed queries.
     """
 
     has_latents = True

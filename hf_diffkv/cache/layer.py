@@ -66,7 +66,7 @@ class DiffKVLayer(CacheLayerMixin):
     `update` only announces tokens; the attention function stores them.
 
     Args:
-        stores: shared by all layers of the cache.
+        stores: stores shared by all layers of the cache.
         index: index of the layer among the model's compressed layers.
         layer_idx: index of the layer in the model.
         readers: number of later layers of the model that also read its keys and values.
@@ -151,7 +151,7 @@ class DiffKVLayer(CacheLayerMixin):
         return self.announce(key_states, value_states)
 
     def announce(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs `update` with keys and values in the order of the attention function."""
+        """Runs `update` with keys and values in the attention function's order."""
         if torch.compiler.is_compiling():
             if self.readers and not hasattr(cache_utils, "KVSharingDict"):
                 raise HandOverError(
@@ -338,7 +338,7 @@ class DiffKVLayer(CacheLayerMixin):
             turns.layer_done(self.is_last, self.stores.awaited is not None)
 
     def expect(self, mask: Tensor | None) -> None:
-        """Notes the attention mask of the tokens just attended, which later readers must have too."""
+        """Notes the attention mask of the tokens just attended, which later readers must share."""
         if self.awaited is not None:
             self.awaited.mask = mask
 
@@ -409,7 +409,7 @@ class DiffKVLayer(CacheLayerMixin):
         self.stores.turns.end()
 
     def restore(self, store: Store, slot: int, seen: int) -> None:
-        """Takes the place that was assigned while loading, with `seen` tokens."""
+        """Takes the place assigned while loading, with `seen` tokens."""
         self.store, self.slot, self.stores.seen[self.index] = store, slot, seen
 
     def reset(self) -> None:

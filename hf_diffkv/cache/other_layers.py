@@ -109,9 +109,9 @@ def ends_forwards(layers: Sequence[Any], here: Sequence[int]) -> int:
 
     Args:
         layers: layers of the cache. Transformers fills the slots of layers without a cache with something else.
-        here: indices of those in this process.
+        here: indices of the layers in this process.
     """
-    # before `get_conv_state` models took states unseen
+    # before `get_conv_state` existed, models took states unnoticed
     if not hasattr(Cache, "get_conv_state") and any(map(has_states, layers)):
         return -1
     reached = (i for i in here if isinstance(layers[i], CacheLayerMixin) or has_states(layers[i]))
@@ -119,7 +119,7 @@ def ends_forwards(layers: Sequence[Any], here: Sequence[int]) -> int:
 
 
 def stand_ins(layers: Sequence[Any], absent: Collection[int]) -> dict[int, int]:
-    """Returns for each of `absent` a layer in this process: one of the same kind, or else any that counts tokens."""
+    """Returns a layer in this process for each of `absent`: one of the same kind, or else any that counts tokens."""
     counting = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     here = [i for i in counting if i not in absent]
     alike = {i: [j for j in here if type(layers[j]) is type(layers[i])] for i in counting if i in absent}
@@ -143,7 +143,7 @@ def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int,
 
 
 def check_dtype(layer: Any, key_states: Tensor) -> None:
-    """Raises `ValueError` if one of Transformers' own layers holds keys of a different dtype from those it is given."""
+    """Raises `ValueError` if one of Transformers' own layers holds keys of a different dtype than it is given."""
     held = getattr(layer, "keys", None)
     if isinstance(held, Tensor) and held.dtype != key_states.dtype:
         raise ValueError(
@@ -201,8 +201,8 @@ def empty_other_layers(layers: Sequence[Any]) -> None:
     """Empties Transformers' own layers of a cache after their `reset`."""
     for layer in layers:
         if isinstance(layer, DynamicLayer):
-            # up to Transformers 5.17 these layers keep their old keys, as zeros in front of the new ones; emptied
-            # ones keep the size of their batch
+            # up to Transformers 5.17, these layers keep their old keys, as zeros before the new ones; emptied ones keep
+            # their batch size
             layer.keys = layer.values = None
             layer.is_initialized = False
         if has_states(layer):

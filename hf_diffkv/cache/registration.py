@@ -45,7 +45,7 @@ _wrapped = Wrapped()
 
 
 def register() -> None:
-    """Registers attention and mask and wraps `generate()`'s methods. A second call does nothing."""
+    """Registers attention and mask functions and wraps `generate()`'s methods. A second call does nothing."""
     if _wrapped.originals:
         return
     AttentionInterface.register(NAME, diffkv_attention)
@@ -89,7 +89,7 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
 
 
 def _check_is_cache(cache: Any) -> None:
-    """Raises `ValueError` for a configuration, a name or the class `DiffKVCache` in place of a cache."""
+    """Raises `ValueError` for a configuration, a name or the class `DiffKVCache` given as a cache."""
     name = isinstance(cache, str) and (cache == NAME or cache in PRESETS)
     if name or cache is DiffKVCache or isinstance(cache, DiffKVConfig):
         shown = "the class DiffKVCache" if cache is DiffKVCache else repr(cache)
@@ -168,7 +168,7 @@ def _check_inputs(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
 
 
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for a prompt no longer than the cached tokens, which `generate()` would cut wrongly."""
+    """Raises `ValueError` for a prompt no longer than the cached tokens, which `generate()` would slice wrongly."""
     length, seen = text_length(model_kwargs, generation_config), cache.get_seq_length()
     embeds = model_kwargs.get("inputs_embeds")
     if seen and embeds is not None and embeds.shape[1] <= seen:

@@ -38,21 +38,19 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of a cache.
+    """Memory use of a cache.
 
     Attributes:
         compressed_bytes: device memory of the compressed layers: whole pages, windows, tables, free list, counters.
         compressed_dense_bytes: memory that the same tokens would need in these layers if uncompressed.
         other_bytes: memory of Transformers' own layers (sliding window, linear), which is the same with and without
             compression.
-        payload_bytes: like `bytes`, but counting only codes and windows of the compressed layers, the figure that
-            papers give, without metadata, scores and page slack. Here and in `bytes`, forks count equal parts of shared
-            memory.
+        payload_bytes: like `bytes`, but counting only codes and windows of the compressed layers, as papers do, without
+            metadata, scores and page slack. Here and in `bytes`, forks count equal parts of shared memory.
         tokens: token counts summed over layers, heads and requests, by level: high, low, window, pruned.
         layers: token counts per layer and head.
         num_layers: number of layers of the cache, compressed or not.
-        thresholds: highest alpha_high and alpha_low of any request and head if `max_bytes` has raised them, otherwise
-            None.
+        thresholds: highest alpha_high and alpha_low of any request and head if `max_bytes` has raised them, else None.
         max_bytes: budget of each device, in bytes; None if unlimited.
         filled: share of the budget in use, not counting free pages, on the fullest device; None without a budget.
         until_full: precision that all tokens have until the budget is full, "K8V8/K6V5" if it differs in some layers;

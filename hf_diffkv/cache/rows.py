@@ -86,7 +86,7 @@ def as_index(name: str, given: Any) -> Tensor:
         given: tensor or sequence of integers or booleans.
 
     Raises:
-        ValueError: `given` does not have one dimension, or holds something other than integers or booleans.
+        ValueError: `given` is not one-dimensional, or does not hold integers or booleans.
     """
     try:
         index = torch.as_tensor(given)

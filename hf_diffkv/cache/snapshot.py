@@ -23,7 +23,7 @@ from .stores import Stores
 
 # configuration fields that 0.1.0 left out of a fingerprint
 FIRST_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-# fields that do not affect the keys and values a model computes; dropout rates do not either
+# fields that do not affect a model's keys and values; neither do dropout rates
 VOLATILE = FIRST_VOLATILE | {
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type", "tie_word_embeddings"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
@@ -158,7 +158,7 @@ def restore_snapshot(
         other_device: device of layers that `devices` does not name.
 
     Raises:
-        CacheFileError: the snapshot holds layers that are not in this process, or pages of another format.
+        CacheFileError: the snapshot holds layers that are not in this process, or pages of a different format.
     """
     content, tensors = snapshot.content, snapshot.tensors
     cache = make_cache(model, DiffKVConfig.from_dict(as_written(content["config"])))

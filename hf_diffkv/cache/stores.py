@@ -98,7 +98,7 @@ class Stores:
         self._broken = False
         # turns of forwards and of other users of the cache
         self.turns = ForwardTurns()
-        # whether the cache also has Transformers' own layers, and those of them before the first compressed layer
+        # whether the cache also has Transformers' own layers, and those before the first compressed one
         self.beside_others = False
         self.earlier = EarlierLayers()
         self.order = torch.zeros(1, dtype=torch.float32, device="cpu")
@@ -190,7 +190,7 @@ class Stores:
 
         Raises:
             ValueError: the cache holds a different number of sequences, or raised by `Store`.
-            MemoryError: raised by `Store` and `update_limit`. The caller drops what was made until then.
+            MemoryError: raised by `Store` and `update_limit`. The caller drops what was made by then.
         """
         first = len(self.all)
         if first and self.all[0].batch_size != batch:
@@ -212,7 +212,7 @@ class Stores:
         return self.all[first]
 
     def _to_come(self, index: int, device: torch.device) -> list[int]:
-        """Returns the layers after layer `index` that need a place on `device`, if rows are lowered for a budget."""
+        """Returns the layers after layer `index` that need a place on `device`, if rows are lowered to fit a budget."""
         if self.config.precise is None:
             return []
         return [layer for layer in self._without_place(device) if layer > index]
@@ -342,7 +342,7 @@ class Stores:
     def look_together(self) -> None:
         """Lets all stores that share a budget look at their device in the same step.
 
-        The time at which rows are lowered then does not depend on which store held which free pages.
+        When rows are lowered thus does not depend on which store held which free pages.
         """
         sharing = [store for store in self.all if store.lowering.active]
         if any(store.look_due for store in sharing):
@@ -404,7 +404,7 @@ class Stores:
             raise stopped_halfway()
 
     def give_up(self, index: int, error: BaseException) -> None:
-        """Ends a forward that could not give a layer its tokens: undoes it in the first layer, else marks it broken."""
+        """Ends a forward that could not give a layer tokens: undoes it in the first layer, else breaks the cache."""
         # what other layers or ranks did for this forward, or an interrupted beginning, cannot be undone from here
         alone = self.tensor_parallel.size == 1 or not isinstance(error, MemoryError)
         begun = any(store.seen > self.seen[index] for store in self.all)
@@ -441,7 +441,7 @@ class Stores:
         """Sets the place of a layer, in a store of this cache or in a new one.
 
         Raises:
-            ValueError: the moments of the model's queries belong to other heads.
+            ValueError: the moments of the model's queries belong to different heads.
         """
         if self.moments is not None:
             self._check_moments(self.moments, index, store)

@@ -76,7 +76,7 @@ def ensure_attention(model: Any) -> None:
     """
     check_attention(model)
     with _lock:
-        # outside of calls nothing is restored
+        # outside calls, nothing is restored
         use = _uses.get(id(model.config), _Calls())
         use.needed = True
         if _is_switched(model):

@@ -39,7 +39,7 @@ class _Use(Enum):
 
 
 class ForwardTurns:
-    """The turns at using one cache. In copies and forked processes, no thread has the turn at first.
+    """Turns at using one cache. In copies and forked processes, no thread has the turn at first.
 
     Attributes:
         last_layer: index of the layer that forwards end with; -1 if unknown.
@@ -173,7 +173,7 @@ class ForwardTurns:
             return mine and not forward
 
     def _wait(self, thread: int, use: _Use) -> None:
-        """Takes the turn after all threads that have asked for it before."""
+        """Takes the turn after all threads that asked for it earlier."""
         mine = object()
         self._waiting.append(mine)
         try:
@@ -196,7 +196,7 @@ class ForwardTurns:
         self._place, self._until = float("inf"), -1
 
     def _runs(self) -> bool:
-        """Returns whether the turn's thread lives and, for a forward, is within a module."""
+        """Returns whether the turn's thread is alive and, for a forward, within a module."""
         frame = sys._current_frames().get(self._thread)
         return frame is not None and (self._use is not _Use.FORWARD or module_frames(frame) > self.outer)
 

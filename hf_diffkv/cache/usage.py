@@ -1,4 +1,4 @@
-"""Keeps a cache to one model, and to one `generate()` call at a time."""
+"""Keeps each cache to one model and one `generate()` call at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class CacheInUseError(RuntimeError):
 
 
 def in_use() -> CacheInUseError:
-    """Returns the error for a second `generate()` call with a cache that the first is still using."""
+    """Returns the error for a second `generate()` call while the first still uses the cache."""
     return CacheInUseError(
         "another generate() call is using this cache right now; wait until it has returned. Calls at the same time "
         "need a cache each: before the first of them, take copy.deepcopy(cache) for a common prefix."

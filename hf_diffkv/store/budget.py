@@ -75,7 +75,7 @@ def _least(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tens
 def fit(
     store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Weighed, allowed: int, growth: Growth | None = None
 ) -> float:
-    """Returns the smallest strength with which `tokens` and `growth` take at most `allowed` pages; 0 if none is needed.
+    """Returns the smallest strength with which `tokens` and `growth` need at most `allowed` pages; 0 if none is needed.
 
     Args:
         alpha_high, alpha_low: float32 [rows].

@@ -21,7 +21,7 @@ class Demand:
         pages: pages that a row needs at a rung, int64 [rungs, layers, batch, heads]; unused for rungs it cannot have.
         now: rung of each row, 0 or 1, int64 [layers, batch, heads].
         may_lower: whether a row at a rung may be lowered to the next, bool [rungs - 1, layers, batch, heads]. All rows
-            may, except at the first rung and at the last but one.
+            may, except some at the first rung and at the second-to-last.
         harm: loss from doing so, likewise.
         page_bytes: bytes that a page uses.
         capacity: tokens per page at each rung, int64 [rungs].

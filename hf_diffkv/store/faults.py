@@ -35,7 +35,7 @@ def no_room(config: DiffKVConfig, needed: int, queries: Tensor | None) -> Memory
     Args:
         config: configuration of the layers.
         needed: smallest budget that holds a page.
-        queries: moments of the prompts' queries, which are part of it; None if there are none.
+        queries: moments of the prompts' queries, which count towards it; None if there are none.
     """
     moments = 0 if queries is None else queries.nbytes
     also, remedy = "", "or lower window, sinks or the batch size."

@@ -6,7 +6,7 @@ is the latent, [batch, 1, tokens, rank]. A projection of the latent gives each h
 An absorbed query has both parts: the rotary query, then the rest of the query multiplied by the projection of keys. It
 is [batch, query_heads, tokens, rope_dim + rank]. Its logits are its products with key and value together, and its
 output, a weighted sum of latents, is multiplied by the projection of values. Nothing is ever computed per token and
-head, which makes steps fast. For a prompt it is cheaper to expand the latents into keys and values of all heads.
+head, which makes steps fast. For a prompt, it is cheaper to expand the latents into keys and values of all heads.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
 
 
 def _fewer_bits(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int, inset: Inset = FULL_RANGE) -> Tensor:
-    """Returns decoded keys or values in the form that is quantised with fewer bits, or as many.
+    """Returns decoded keys or values, prepared for quantisation with fewer bits, or as many.
 
     Args:
         x: decoded elements, [n, dim]; here and below.
@@ -154,7 +154,7 @@ def _cells(x: Tensor, bits: int, fewer: int, groups: int) -> tuple[Tensor, Tenso
 
 
 def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:
-    """Rounds keys, [n, key_dim], for the model's queries if their moments are known, or else for its prompts' queries.
+    """Rounds keys, [n, key_dim], for the model's queries if their moments are known, else for its prompts' queries.
 
     Args:
         row: rows of the keys, int64 [rows].

@@ -297,7 +297,7 @@ def names_of(stores: Iterable[Store], rung: int) -> str:
 
 
 def _tell(stores: Sequence[Store]) -> None:
-    """Tells once that lowering has begun, and once that all rows are at the final precision."""
+    """Logs once that lowering has begun, and once that all rows are at the final precision."""
     states = [store.lowering for store in stores]
     precise, final = names_of(stores, 0), names_of(stores, -1)
     if not any(state.told_full for state in states):

@@ -69,7 +69,7 @@ class LoweringState:
         self.made_room, self.after, self.promised = False, None, 0
 
     def note_final(self, layer: int, alpha_high: Union[float, tuple[float, ...]], shape: tuple[int, int]) -> None:
-        """Notes which heads of a layer are lowered: those with an infinite threshold.
+        """Notes which heads of a layer go to the last precision: those with an infinite threshold.
 
         Args:
             shape: number of layers and heads.

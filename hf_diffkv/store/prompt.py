@@ -1,8 +1,8 @@
 """Several new tokens at once: a prompt, a further turn or a chunk.
 
-Attention among the new tokens is exact. Afterwards the policy decides the levels of the whole layer. A layer that reads
-the tokens of an earlier one may attend from only the newest tokens, because models drop the tokens that need no logits.
-The attention that keys received from them is scaled up to all later queries, as with `observation_window`.
+Attention among the new tokens is exact. Then the policy decides the levels of the whole layer. A layer that reads the
+tokens of an earlier one may attend from only the newest tokens, because models drop the tokens that need no logits. The
+attention that keys received from them is scaled up to all later queries, as with `observation_window`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def store_by_kernels(
     Args:
         received: attention received by each key, float32 [batch, heads, P + Q], added to the sums first; None if the
             store selects no tokens.
-        feedback: matrices by which keys are rounded (`transform.feedback`), or None.
+        feedback: matrices used to round keys (`transform.feedback`), or None.
 
     Returns:
         False if, with token selection, fewer pages are available than may be needed. The layer is unchanged, and the
@@ -108,7 +108,7 @@ class PromptPlan:
             rank = torch.where(valid, valid.cumsum(-1, dtype=torch.int32) - 1, -1).to(torch.int32)
             count = valid.sum(-1)
         parts = [store.high_count, store.low_count, store.length, store.window_start, store.sink_end]
-        # in other layouts all rows are high, or have both tiers
+        # in other layouts, all rows are high, or have both tiers
         parts += [] if store.layout.selects or store.layout.one_tier else [store.low_heads]
         real = torch.full_like(store.length[0], tokens) if count is None else count
         free = store.pool.free_list.state[FREE]

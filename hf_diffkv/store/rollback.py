@@ -184,11 +184,11 @@ def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) 
     if generation_step:
         valid = None if recorded.valid is None else recorded.valid[:, 0]
         shared = StepAttention(store, layer, recorded.key, recorded.value, valid)
-        # by itself even for one layer: its rounding decides what saved caches hold
+        # separately even for one layer: its rounding decides what saved caches hold
         shared.append()
     else:
         shared = PromptAttention(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
-    # a reader may have queries of rejected tokens only
+    # a reader may have queries only for rejected tokens
     reads = [read for read in recorded.reads if read.query.shape[2]]
     for read in reads:
         shared.attend(read.query, read.softmax, read is reads[-1])

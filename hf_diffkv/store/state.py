@@ -104,8 +104,8 @@ class Padding:
 class Store:
     """Pages and windows of `num_layers` layers on one device; step.py takes it from one forward to the next.
 
-    A token's index counts the request's real tokens only, without padding. Exact tokens are the sinks, below
-    `sink_end`, and the tokens from `window_start` on (pages/rows.py). A row is one (layer, request, KV head).
+    A token's index counts only the request's real tokens, not padding. Exact tokens are the sinks, below `sink_end`,
+    and the tokens from `window_start` on (pages/rows.py). A row is one (layer, request, KV head).
 
     Args:
         config: configuration of the layers, with `max_bytes` in bytes.
@@ -113,7 +113,7 @@ class Store:
         batch_size: number of requests.
         heads: KV heads of each layer.
         total_layers: number of compressed layers of the model; None means `num_layers`.
-        first_head: index within the model of this store's first head.
+        first_head: index of this store's first head within the model.
         max_positions: upper bound on a request's tokens, padding included; None if unknown.
 
     Raises:
@@ -412,7 +412,7 @@ class Store:
         return None if self.config.max_bytes is None else int(self.config.max_bytes) - self.taken
 
     def update_limit(self, more: int = 0) -> None:
-        """Sets the pool's page limit to what fits beside all other memory and `more` further bytes.
+        """Sets the pool's page limit to what fits alongside all other memory and `more` bytes.
 
         Raises:
             MemoryError: not even one page fits.
@@ -465,7 +465,7 @@ class Store:
             )
 
     def look(self, *tensors: Tensor) -> list[np.ndarray]:
-        """Reads device tensors as `read_together` does, and checks what went wrong there since the last look.
+        """Reads device tensors as `read_together` does, and checks for errors there since the last look.
 
         Raises:
             ValueError: a decode step, or a prompt stored by kernels, had keys or values that are not finite; or the

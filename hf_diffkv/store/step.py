@@ -27,7 +27,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     """Starts a forward of `tokens` new tokens: runs a pending compaction and makes room.
 
     Raises:
-        ValueError: pages cannot hold positions that large, or see `Store.look`.
+        ValueError: pages cannot hold positions that large, or raised by `Store.look`.
         MemoryError: there is no room; the cache is unchanged.
     """
     make_private(store)

@@ -13,7 +13,7 @@ including those of the current forward, and the window is centred again. It stay
 differs. A row with nothing left outside the window (because a mask hid tokens) starts over.
 
 Keys are rounded for the queries of the forward that brings them (ops/rounding). The moments of these queries are taken
-from the prompt, turn or chunk and then dropped, so they take no memory between forwards. Tokens that leave the window
+from the prompt, turn or chunk and then dropped, so they use no memory between forwards. Tokens that leave the window
 during generation are rounded with the measured moments of the model's queries (heads/query_moments.py), or element by
 element.
 """
