@@ -24,7 +24,7 @@ class Call:
 
     Args:
         model: model that generates.
-        chooses: whether the user's own generation function (`custom_generate`) runs, which may use any cache.
+        chooses: whether a custom generation function (`custom_generate`) runs, which may use any cache.
 
     Attributes:
         cache: cache that the call must use; None before there is one, or with one of Transformers' own caches.

@@ -122,7 +122,7 @@ def layer_shapes(model: Any) -> dict[int, tuple[int, int, int]]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     shapes = {}
     for module in () if decoder is None else decoder.modules():
-        # looking up a missing attribute of a module is slow, and most modules lack this one
+        # looking up a missing attribute is slow, and most modules lack this one
         index = vars(module).get("layer_idx")
         if not isinstance(index, int):
             continue

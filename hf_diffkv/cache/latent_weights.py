@@ -38,7 +38,7 @@ class Projection:
             latent: latents of the layer, [batch, 1, tokens, rank], whose dtype and device the weight takes on.
 
         Raises:
-            UnsupportedModelError: the module's projection is not a matrix product with whole weights.
+            UnsupportedModelError: the module's projection is not a matrix product with unsplit weights.
         """
         rank, nope_dim = latent.shape[-1], module.qk_nope_head_dim
         weight = weight_of(module.kv_b_proj, latent)
@@ -130,7 +130,7 @@ def is_plain(linear: nn.Module) -> bool:
 
 @torch.no_grad()
 def _dense(linear: nn.Module, latent: Tensor) -> Tensor:
-    """Applies a module to the unit vectors, to zero, and to a vector that shows whether it is a matrix product."""
+    """Applies a module to the unit vectors, to zero, and to a probe that shows whether it is a matrix product."""
     rank, dtype, device = latent.shape[-1], latent.dtype, latent.device
     # as large as typical latents, which are normalised
     probe = torch.arange(1, rank + 1, dtype=torch.float32, device=device).mul(2.4).sin().mul(2**0.5)

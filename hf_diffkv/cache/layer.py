@@ -76,7 +76,7 @@ class DiffKVLayer(CacheLayerMixin):
         store, slot: the layer's store and its slot there; None and -1 before the first tokens.
         pending: keys and values that wait for their queries.
         awaited: the forward's tokens until all readers have attended to them.
-        handle: number under which compiled graphs find the layer, int64 [1].
+        handle: number by which compiled graphs find the layer, int64 [1].
     """
 
     is_sliding = False

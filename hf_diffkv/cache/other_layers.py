@@ -108,7 +108,7 @@ def ends_forwards(layers: Sequence[Any], here: Sequence[int]) -> int:
     """Returns the index of the last layer that forwards reach; -1 if this release of Transformers does not show it.
 
     Args:
-        layers: layers of the cache. Transformers fills the slots of layers without a cache with something else.
+        layers: layers of the cache. Transformers puts other objects in the slots of layers without a cache.
         here: indices of the layers in this process.
     """
     # before `get_conv_state` existed, models took states unnoticed

@@ -66,7 +66,7 @@ class Snapshot:
     Only pages in use are included, layer after layer, so the size depends on the stored tokens.
 
     Attributes:
-        content: values that JSON can hold: fingerprints, configuration, place of each layer.
+        content: values for JSON: fingerprints, configuration, place of each layer.
         tensors: tensors by name.
     """
 
@@ -80,7 +80,7 @@ class Snapshot:
 
 
 def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
-    """Copies the contents of `cache` on its own devices.
+    """Copies the contents of `cache`, keeping them on its devices.
 
     Args:
         weights: `weights_fingerprint` of the cache's model, which the snapshot records; None records none.

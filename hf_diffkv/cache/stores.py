@@ -455,7 +455,7 @@ class Stores:
             each.readers = sum(self.readers[i] for i in here if self._places.get(i, (each, 0))[0] is each)
 
     def _note_final(self, index: int, store: Store, slot: int) -> None:
-        """Tells a store that lowers rows which heads of a layer, whose place is or will be `slot`, it may lower."""
+        """Tells a store that lowers rows which heads it may lower in the layer whose place is or will be `slot`."""
         alphas = self.configs[index].alpha_high
         share = self.tensor_parallel.share(alphas, store.num_heads) if isinstance(alphas, tuple) else alphas
         if store.lowering.active and not (isinstance(share, tuple) and len(share) != store.num_heads):

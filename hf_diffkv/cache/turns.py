@@ -1,4 +1,4 @@
-"""Turns at using a cache, taken by forwards and by code that reads or changes the cache between two forwards.
+"""Turns to use a cache, taken by forwards and by code that reads or changes the cache between two forwards.
 
 A forward takes its turn with its first layer and gives it back with its last one, while other threads wait. Turns are
 granted in the order of the requests.
@@ -39,7 +39,7 @@ class _Use(Enum):
 
 
 class ForwardTurns:
-    """Turns at using one cache. In copies and forked processes, no thread has the turn at first.
+    """Turns to use one cache. In copies and forked processes, no thread has the turn at first.
 
     Attributes:
         last_layer: index of the layer that forwards end with; -1 if unknown.

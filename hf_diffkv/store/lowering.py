@@ -164,7 +164,7 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
 
 
 def make_room_for_steps(store: Store, lookahead: int) -> list[Store]:
-    """Lowers rows until the next `lookahead` tokens of each row fit, in all stores. Raises as `make_fit`.
+    """Lowers rows until the next `lookahead` tokens of each row fit, in all stores. Raises as `make_fit` does.
 
     Returns:
         The other stores in which rows were lowered.
@@ -211,7 +211,7 @@ def _part_of_prompt(store: Store, tokens: int, valid: Tensor | None) -> Part:
 
 
 def make_room_for_copies(store: Store, index: Tensor) -> None:
-    """Lowers rows, and shrinks pools, until a new batch fits in all stores. Raises as `make_fit`.
+    """Lowers rows, and shrinks pools, until a new batch fits in all stores. Raises as `make_fit` does.
 
     Args:
         index: old request of each new one, int64 [new batch size].
@@ -250,7 +250,7 @@ def room(stores: Sequence[Store]) -> int:
 
 
 def give_way(store: Store, more: int, of_layer: int = 0, queries: int = 0) -> None:
-    """Lowers rows and shrinks pools until `more` bytes outside them fit into the budget. Raises as `make_fit`.
+    """Lowers rows and shrinks pools until `more` bytes outside them fit into the budget. Raises as `make_fit` does.
 
     Args:
         more: bytes that `store` needs.
