@@ -1,12 +1,12 @@
 """The attention and mask functions registered as `"diffkv"`.
 
 Keys and values that carry a `DiffKVLayer` go to that layer. All others (training, other caches, sliding-window layers)
-take ordinary dense attention, so a model may stay on `"diffkv"`.
+get ordinary dense attention, so a model can be left on `"diffkv"`.
 
-In a compiled forward a layer's whole attention is one opaque operator, `attend`, so that the forward compiles into one
-graph. The operator identifies the layer by a number. The number is passed as a tensor, so that one graph serves every
-cache whose layers have the same shapes. The operator declares that it mutates a tensor shared by all layers, which
-keeps it from being reordered or dropped. The compiler may pass copies of both tensors.
+In a compiled forward, a layer's whole attention is one opaque operator, `attend`, so that the forward compiles into one
+graph. The operator identifies the layer by a number, passed as a tensor so that one graph serves every cache whose
+layers have the same shapes. It declares that it mutates a tensor shared by all layers, which keeps it from being
+reordered or dropped. The compiler may pass copies of both tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
 
 # attribute of a causal mask with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
-# arguments that models pass along and that do not change attention
+# arguments that models pass along but that do not affect attention
 HARMLESS = {
     "cache",
     "cache_kwargs",
@@ -54,7 +54,7 @@ HARMLESS = {
 
 @torch.library.custom_op("hf_diffkv::refuse_gradient", mutates_args=())
 def refuse_gradient(gradient: Tensor, like: Tensor) -> Tensor:
-    """Raises `RuntimeError` in place of computing a gradient, [*like.shape]; compilers trace it without running it."""
+    """Raises `RuntimeError` instead of computing a gradient, [*like.shape]; compilers trace it without running it."""
     raise RuntimeError(
         "attention with a DiffKVCache has no gradient; train without a cache (use_cache=False), or with "
         "Transformers' own."
@@ -127,7 +127,7 @@ def diffkv_attention(
             _check_not_moved(key)
         output = dense_attention(query, key, value, attention_mask, softmax, dropout, causal)
         return output.transpose(1, 2).contiguous(), None
-    # a mask defines visibility by itself
+    # a mask alone defines visibility
     if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
         raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
     if dropout:
@@ -184,7 +184,7 @@ def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     Otherwise returns a bool mask [batch, 1, queries, keys]. A causal mask with padding carries the padding.
 
     Raises:
-        HandOverError: the padding mask is shorter than the text, whose other tokens Transformers would hide.
+        HandOverError: the padding mask is shorter than the text; Transformers would hide the remaining tokens.
     """
     plain = (
         kwargs.get("mask_function", causal_mask_function) is causal_mask_function
@@ -205,9 +205,9 @@ def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _needs_mask(q_length: int, config: Any = None, q_offset: int = 0, **kwargs: Any) -> bool:
-    """Returns whether only a mask says that tokens after others are causal, which attention modules of PaliGemma deny.
+    """Returns whether later tokens need a mask to be causal, because PaliGemma's attention modules say they are not.
 
-    Without tokens before them, Transformers' "eager" and "sdpa" disagree on what they see.
+    With no earlier tokens, Transformers' "eager" and "sdpa" disagree on what the tokens see.
     """
     return q_length > 1 and q_offset > 0 and getattr(config, "use_bidirectional_attention", None) is True
 
@@ -215,7 +215,7 @@ def _needs_mask(q_length: int, config: Any = None, q_offset: int = 0, **kwargs: 
 def _no_padding(padding: Tensor | None, queries: int) -> bool:
     if padding is None:
         return True
-    # reads the device, which pays only if it saves a mask of queries x keys
+    # reads the device, which pays off only if it saves a mask of queries x keys
     return queries > 1 and not torch.compiler.is_compiling() and bool(padding.all())
 
 
@@ -233,8 +233,8 @@ def split_mask(
 
     Returns:
         Visibility of past tokens, bool [batch, past]; visibility of new tokens, bool [batch, tokens]; mask among the
-        new tokens, bool [batch, 1, tokens, tokens]. Each can be None if it hides nothing, and the last one if attention
-        is plainly causal.
+        new tokens, bool [batch, 1, tokens, tokens]. Each may be None if it hides nothing, the last one also if
+        attention is plainly causal.
 
     Raises:
         HandOverError: the mask has the wrong length, differs between heads, adds a bias, or hides tokens in a way that
@@ -273,7 +273,7 @@ def split_mask(
 def _shows_padding(new: Tensor, valid: Tensor) -> bool:
     """Returns whether a token sees another one that is padding, given a mask among the new tokens.
 
-    Padding may see everything, which Transformers' masks use to avoid rows that see nothing.
+    Padding itself may see everything; Transformers' masks use this to avoid rows that see nothing.
     """
     itself = torch.eye(new.shape[-1], dtype=torch.bool, device=new.device)
     sees_padding = (new & ~valid[:, None] & ~itself).any(-1)
@@ -303,15 +303,15 @@ def attend(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Runs a layer's `announce` and `attend`, its `read`, or within a captured step its `attend_captured`.
+    """Runs a layer's `announce` and `attend`, its `read`, or, within a captured step, its `attend_captured`.
 
     Args:
-        states: query, key and value, with the shapes of these methods.
+        states: query, key and value, in the shapes that these methods take.
         mask: mask that the attention function was given.
         order: tensor shared by the layers of a cache, never read.
         handle: int64 [1], from `handles.new_handle`.
         reads: whether this layer reads the keys and values of an earlier layer of the model, whose mask it shares.
-        scaling, softcap: factor of the logits, and bound of their soft capping or None.
+        scaling, softcap: scale of the logits, and bound of their soft capping or None.
     """
     return attend_at(layer_of(handle), *states, mask, Softmax(scaling, softcap, sinks), reads)
 
@@ -326,10 +326,10 @@ def attend_at(
     reads: bool,
 ) -> Tensor:
     """Runs the operator `attend` on a layer; arguments as in `attend`."""
-    if not reads and layer.pending is None:  # else `update` ran outside of the graph
+    if not reads and layer.pending is None:  # otherwise `update` ran outside the graph
         layer.announce(key, value)
     output = _attend_now(layer, query, key, value, mask, softmax).contiguous()
-    if not layer.stores.beside_others:  # else the other layers get their tokens after the graph has run
+    if not layer.stores.beside_others:  # otherwise the other layers get their tokens after the graph has run
         layer.done()
     return output
 

@@ -59,5 +59,5 @@ class AwaitedTokens:
         whole = self.mask if mask.ndim == 2 or mask.shape[-2] != count else self.mask[..., -count:, :]
         if mask.shape != whole.shape or mask.device != whole.device:
             return False
-        # the comparison of values reads the device; steps of one token do not get there
+        # comparing values reads the device; steps of one token do not get here
         return (mask.data_ptr(), mask.stride()) == (whole.data_ptr(), whole.stride()) or bool((mask == whole).all())

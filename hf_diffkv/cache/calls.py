@@ -24,11 +24,11 @@ class Call:
 
     Args:
         model: model that generates.
-        chooses: whether the user's own generation function (`custom_generate`) runs, which may use any cache.
+        chooses: whether a custom generation function (`custom_generate`) runs, which may use any cache.
 
     Attributes:
-        cache: cache that the call must use; None before there is one, or with a cache of Transformers' own.
-        length: number of tokens of the whole prompt, cached ones included; None if nothing tells it.
+        cache: cache that the call must use; None before there is one, or with one of Transformers' own caches.
+        length: number of tokens of the whole prompt, cached ones included; None if unknown.
         in_chunks: whether the prompt is being prefilled in several forwards.
     """
 
@@ -37,9 +37,9 @@ class Call:
         self.cache: DiffKVCache | None = None
         self.length: int | None = None
         self.in_chunks = False
-        # the claim on a cache, and whether the cache recorded before it
+        # the claim on a cache, and whether the cache was recording before it
         self._claimed: tuple[DiffKVCache, Any, bool] | None = None
-        # tokens the cache had seen before the call, and before the forward prepared last
+        # tokens the cache had seen before the call, and before the last prepared forward
         self._at_start = self._before = 0
         self._checked = False
 
@@ -47,13 +47,13 @@ class Call:
         """Claims a cache for the call.
 
         Raises:
-            CacheInUseError: raised by `Usage.claim`, or a call within which this one runs uses the cache.
+            CacheInUseError: raised by `Usage.claim`, or an enclosing call uses the cache.
         """
         if any(call.cache is cache and not call.chooses for call in _thread.calls if call is not self):
             raise in_use()
         cache.usage.claim(self.model, run)
         self._claimed = cache, run, cache.stores.recording or getattr(run, "is_assistant", False)
-        # `generate()` may run within a module, which is then no sign of a forward
+        # `generate()` may run within a module, which then does not indicate a forward
         cache.stores.turns.outer = module_frames(sys._getframe())
 
     def release(self, failed: bool) -> None:
@@ -74,7 +74,7 @@ class Call:
             cache.usage.release(run, is_empty=cache.get_seq_length() == 0)
 
     def use(self, cache: DiffKVCache, length: int | None) -> None:
-        """Sets the cache of the call, and the length of its whole prompt."""
+        """Sets the call's cache and the length of its whole prompt."""
         self.cache, self.length = cache, length
         self._at_start = self._before = cache.get_seq_length()
 
@@ -141,7 +141,7 @@ class Call:
         return True
 
     def missing(self, input_ids: Tensor, attention_mask: Tensor | None) -> int | None:
-        """Returns the number of tokens that a filled cache lacks, or None if it lacks all that the forward is given.
+        """Returns the number of tokens that a filled cache lacks, or None if it lacks all those given to the forward.
 
         Assisted decoding gives the cache the whole text again, with the first candidates at its end.
 

@@ -64,7 +64,7 @@ def _wrap(original: Callable) -> Callable:
             return original(self, generation_config, *args, **kwargs)
         check_no_call(self)
         chosen = self.generation_config if generation_config is None else generation_config
-        # a kept manager is used again, whatever the configuration says
+        # a kept manager is reused, whatever the configuration says
         kept = kept_manager(self) is not None
         if kept or getattr(chosen, "cache_implementation", None) != NAME:
             manager = original(self, generation_config, *args, **kwargs)
@@ -89,7 +89,7 @@ def _wrap_batch(original: Callable) -> Callable:
 
 
 def _check_keywords(chosen: Any, keywords: dict[str, Any]) -> None:
-    """Raises `ValueError` for keywords that ask for a `DiffKVCache`, all of which `generate_batch` drops unread."""
+    """Raises `ValueError` for keywords that ask for a `DiffKVCache`, all of which `generate_batch` silently drops."""
     if isinstance(passed(keywords), DiffKVCache):
         name = next(name for name in CACHE_NAMES if isinstance(keywords.get(name), DiffKVCache))
         raise ValueError(

@@ -1,9 +1,9 @@
 """Work recorded on a CUDA device.
 
 `torch.cuda.graph` has three drawbacks here. Its single capture stream belongs to the device that captured first. Other
-threads must not allocate while it captures. And an invalidated capture, for example by a model that synchronizes with
-the device, leaves the thread on the capture stream, and leaves the device's allocator and random generator in the
-middle of a capture, so that they fail from then on.
+threads must not allocate while it captures. Finally, a capture that is invalidated, for example by a model that
+synchronizes with the device, leaves the thread on the capture stream and the device's allocator and random generator in
+the middle of a capture, so that they fail from then on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CudaGraph:
         """
         with _alone(), torch.cuda.stream(_stream(self._device)):
             torch.cuda.synchronize()
-            # within a capture the allocator cannot reclaim cached memory
+            # within a capture, the allocator cannot reclaim cached memory
             torch.cuda.empty_cache()
             pool = torch.cuda.graph_pool_handle()
             try:
@@ -102,8 +102,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _spare_generator(device: torch.device) -> Iterator[None]:
     """Gives the device's default generator a throwaway state within the block.
 
-    Up to PyTorch 2.11 a capture changes the mode of the state it begins with. Other threads could not draw numbers
-    until it ends, and if it never ended nobody could. So a forward that draws numbers cannot be captured there.
+    Up to PyTorch 2.11, a capture changes the mode of the state it begins with, so other threads could not draw numbers
+    until it ended, and none ever could if it did not. A forward that draws numbers therefore cannot be captured there.
     """
     generator = torch.cuda.default_generators[device.index]
     own = generator.graphsafe_get_state()

@@ -26,7 +26,7 @@ def dense_attention(
         mask: bool or additive [batch, 1, queries, keys], bool [batch, keys], or None.
         softmax: scaling, soft capping and attention sinks.
         dropout: probability of dropping an attention weight.
-        causal: whether, without a mask, queries see keys up to their own position only, aligned at the last key.
+        causal: whether, without a mask, queries see only keys up to their own position, aligned at the last key.
     """
     scaling, softcap, sinks = softmax.scaling, softmax.softcap, softmax.sinks
     group = query.shape[1] // key.shape[1]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..pages.reserve import NO_MEMORY
 
 ValueT = TypeVar("ValueT")
-# error that a successful rank raises for a failed one
+# error that a successful rank raises on behalf of a failed one
 ERROR_KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 
 
@@ -39,7 +39,7 @@ class TensorParallel:
 
         for mesh in (p.device_mesh for p in model.parameters() if isinstance(p, DTensor)):
             names = mesh.mesh_dim_names
-            # the mesh may have no names in older releases of Transformers, or where the user made it
+            # the mesh may have no names in older releases of Transformers, or if the user made it
             if names is None and mesh.ndim == 1 and mesh.size() == getattr(model, "tp_size", None):
                 return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
             if "tp" in (names or ()):
@@ -54,12 +54,12 @@ class TensorParallel:
 
     @contextmanager
     def in_step(self, device: torch.device) -> Iterator[None]:
-        """Makes the block fail on all ranks if it fails on one, as no rank may go on without the others.
+        """Makes the block fail on all ranks if it fails on one, as no rank may continue without the others.
 
         Every rank of `group` must enter it. Reads the device.
 
         Raises:
-            Exception: raised by the block; on the other ranks an error of the same kind that names the rank.
+            Exception: raised by the block; other ranks raise an error of the same kind that names the failed rank.
         """
         error = None
         try:
@@ -118,11 +118,11 @@ def layer_devices(model: Any) -> dict[int, torch.device]:
 
 
 def layer_shapes(model: Any) -> dict[int, tuple[int, int, int]]:
-    """Returns KV heads, key_dim and value_dim of each decoder layer whose projections tell them; empty for others."""
+    """Returns KV heads, key_dim and value_dim of each decoder layer whose projections reveal them."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     shapes = {}
     for module in () if decoder is None else decoder.modules():
-        # modules take long to say that they lack an attribute, and most of them lack this one
+        # looking up a missing attribute is slow, and most modules lack this one
         index = vars(module).get("layer_idx")
         if not isinstance(index, int):
             continue

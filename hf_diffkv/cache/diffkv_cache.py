@@ -1,4 +1,4 @@
-"""`DiffKVCache`: Transformers' Cache API outside, paged compressed storage inside."""
+"""`DiffKVCache`: Transformers' Cache API on the outside, paged compressed storage inside."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ from .usage import Usage
 
 
 class DiffKVCache(ChosenRows, OtherStates, Cache):
-    """Compressed cache with a precision for each head, or high and low levels by significance, and optional pruning.
+    """Compressed cache with one precision per head, or high and low levels by significance, and optional pruning.
 
-    It works with models whose attention implementation is `"diffkv"`. `generate()` switches a model and sets it back;
-    elsewhere call `model.set_attn_implementation("diffkv")`. Layers other than plain full attention (sliding window,
+    The model's attention implementation must be `"diffkv"`. `generate()` switches to it and restores the former one;
+    elsewhere, call `model.set_attn_implementation("diffkv")`. Layers other than plain full attention (sliding window,
     linear) keep Transformers' own cache layers.
 
     Args:
-        model_config: the model's `PretrainedConfig`, or the model itself; also accepted as `config=`, like in
+        model_config: the model's `PretrainedConfig`, or the model itself; also accepted as `config=`, as in
             `DynamicCache`.
         config: a `DiffKVConfig`, the name of a preset ("quality", "balanced", "small"), or a dict of fields that
-            override `DiffKVConfig.for_model(model_config)`; None takes the latter unchanged.
-        **kwargs: single fields of `DiffKVConfig` that override `config`.
+            override `DiffKVConfig.for_model(model_config)`; None uses the latter unchanged.
+        **kwargs: individual fields of `DiffKVConfig` that override `config`.
 
     Raises:
         ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is not a configuration.
-        UnsupportedModelError: encoder-decoder models, models that attend to a selection of tokens,
-            models without attention, and, if the model itself is given, models whose attention cannot be switched.
+        UnsupportedModelError: encoder-decoder models, models that attend to a selection of tokens, models without
+            attention, and, if the model itself is passed, models whose attention cannot be switched.
     """
 
-    # Transformers' own and compressed ones
+    # Transformers' own layers and compressed ones
     layers: list[Any]
 
     def __init__(
@@ -103,7 +103,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         self._find_moments(model)
 
     def _note_layers(self) -> None:
-        """Notes with which layer a forward ends."""
+        """Notes which layer a forward ends with."""
         absent = {i for i, layer in enumerate(self.layers) if getattr(layer, "index", None) in self.stores.absent}
         here = sorted(set(range(len(self.layers))) - absent - self.stand_ins.keys())
         compressed = self.compressed_layers()
@@ -133,20 +133,20 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Takes a layer's new key and value states, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            ValueError: the cache holds another number of sequences, or another dtype.
+            ValueError: the cache holds a different number of sequences or a different dtype.
             HandOverError: tokens announced by an earlier `update` never reached the `diffkv` attention function, an
-                earlier forward stopped halfway, or the model with which `generate()` filled this cache has another
+                earlier forward stopped halfway, or the model that `generate()` ran with this cache now has a different
                 attention implementation.
         """
         self._check_picked_up()
         layer = self.layers[layer_idx]
         if self.stores.awaited is not None and layer_idx <= self._compressed_layers[self.stores.awaited]:
             self.stores.check_read()
-        # else the host does not see this forward
+        # otherwise the host does not see this forward
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
         if told and layer_idx <= self._first_compressed:
             self._check_switched()
-            # layers of Transformers' own would fail halfway
+            # Transformers' own layers would fail halfway
             if self.stores.all and key_states.shape[0] != self.stores.all[0].batch_size:
                 raise another_batch(self.stores.all[0].batch_size, key_states.shape[0])
             if layer_idx < self._first_compressed:
@@ -158,13 +158,13 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         self.stores.reach_other(layer_idx, layer)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         let_go_of_prompt(layer)
-        # else the forward ends with its thread's next one, or once its thread is seen outside of it
+        # otherwise the forward ends when its thread begins the next one or is seen outside it
         is_last = layer_idx == self._last_layer and not has_states(layer)
         self.stores.turns.layer_done(is_last, self.stores.awaited is not None)
         return returned
 
     def _check_switched(self) -> None:
-        """Raises `HandOverError`, before anything changes, if the cache's model has one of Transformers' attentions."""
+        """Raises `HandOverError`, before anything changes, if the cache's model uses a stock attention."""
         model = self.usage.model
         name = None if model is None else attention_of(model.config.get_text_config(decoder=True))
         if is_stock_attention(name):
@@ -191,7 +191,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             )
 
     def check_layers(self, model: Any) -> None:
-        """Raises `ValueError` if `model` has other layers than the one this cache was made for."""
+        """Raises `ValueError` if the layers of `model` do not match this cache."""
         text_config = config_of(model).get_text_config(decoder=True)
         mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
         if mine != [type(layer) for layer in cache_layers(text_config)]:
@@ -202,14 +202,14 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
     @between_forwards
     def attach(self, model: Any) -> None:
-        """Tells the cache on which devices and processes `model` runs.
+        """Tells the cache which devices and processes `model` runs on.
 
-        `generate()` calls it. Call it yourself before `model(...)` in three cases: under tensor parallelism, so that
-        ranks stop together if one fails; with `max_bytes` and a `device_map` over several devices; and with a
-        `device_map` that separates layers that share keys and values, where the layer that is read stays uncompressed.
+        `generate()` calls this. Call it yourself before `model(...)` in three cases: under tensor parallelism, so that
+        all ranks stop if one fails; with `max_bytes` and a `device_map` over several devices; and with a `device_map`
+        that separates layers sharing keys and values, in which case the layer that is read stays uncompressed.
 
         Raises:
-            ValueError: the model, or its query moments, have other layers than the model this cache was made for.
+            ValueError: the model's layers or query moments do not match this cache.
         """
         self.check_layers(model)
         if self.stores.latent:
@@ -231,15 +231,15 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
     @reports
     def memory(self) -> MemoryReport:
-        """Reports bytes and tokens of the cache; under tensor parallelism for this rank's heads."""
+        """Reports the cache's bytes and tokens; under tensor parallelism, those of this rank's heads."""
         return memory_report(self)
 
     @reports
     def levels(self, layer_idx: int) -> Tensor:
-        """Returns levels, int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
+        """Returns levels, int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window or sinks.
 
-        Here and below kv_heads counts this rank's heads under tensor parallelism, and a layer that is not compressed or
-        holds nothing raises a `ValueError`.
+        Here and below, kv_heads counts this rank's heads under tensor parallelism, and a layer that is not compressed
+        or holds nothing raises a `ValueError`.
         """
         layer = self._filled_layer(layer_idx)
         return levels(layer.store, layer.slot)
@@ -249,8 +249,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Decompresses a layer.
 
         Returns:
-            Keys and values (of latent models latents and rotary keys), [batch, kv_heads, seen, dim], float32 (float64
-            of float64 models), zero for tokens that are not stored; and which are, bool [batch, kv_heads, seen].
+            Keys and values (latents and rotary keys in latent models), [batch, kv_heads, seen, dim], float32 (float64
+            for float64 models), zero where not stored; and a mask of stored tokens, bool [batch, kv_heads, seen].
         """
         layer = self._filled_layer(layer_idx)
         tokens = read_tokens(layer.store, layer.slot)
@@ -259,7 +259,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
     @reports
     def significance(self, layer_idx: int) -> Tensor:
-        """Returns significance, float32 [batch, kv_heads, seen]: attention each token received from later queries.
+        """Returns significance sums, float32 [batch, kv_heads, seen]: attention each token received from later queries.
 
         Raises:
             ValueError: no level in this layer depends on significance, so none is kept.
@@ -279,7 +279,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             check_integrity(store)
 
     def _filled_layer(self, layer_idx: int) -> Any:
-        """Returns a compressed layer that holds tokens. Raises `ValueError` if the layer is not such a layer."""
+        """Returns a compressed layer that holds tokens. Raises `ValueError` for any other layer."""
         if not isinstance(layer_idx, Integral):
             raise ValueError(
                 f"layer_idx={layer_idx!r} must be an integer: pass the layer, one of compressed_layers(), which are "
@@ -302,12 +302,12 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Writes the cache as safetensors and JSON.
 
         Args:
-            model: model of the cache, whose weights are then checked on loading; None records no weights.
+            model: the cache's model, whose weights are then checked on loading; None records no weights.
 
         Raises:
-            ValueError: some tokens may still be taken back (call `crop(0)`), a layer cannot be saved, or `model` has
-                another configuration than the cache's model, or offloaded weights.
-            OSError: the files cannot be written; those of an earlier cache stay.
+            ValueError: some tokens may still be taken back (call `crop(0)`), a layer cannot be saved, or `model`
+                differs in configuration from the cache's model, or has offloaded weights.
+            OSError: the files cannot be written; an earlier cache's files stay in place.
         """
         if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
             raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")
@@ -320,16 +320,16 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Reads a cache that `save_pretrained` wrote.
 
         Args:
-            model: the model, whose layers' devices the cache is loaded onto; or its `PretrainedConfig` if there is no
-                model yet, in which case weights are not compared.
-            device: target device if `model` is a configuration; None takes the CPU.
+            model: the model, onto whose devices the cache is loaded; or its `PretrainedConfig` if there is no model
+                yet, in which case weights are not compared.
+            device: target device if `model` is a configuration; None means the CPU.
 
         Raises:
             FileNotFoundError: no cache was saved there.
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
-            UnsupportedModelError: the model is of a kind that this cache cannot work with.
+            UnsupportedModelError: the model is not supported by this cache.
             ValueError: `model` is neither a model nor a configuration, `device` is given together with a model, or
-                `save_directory` is no path.
+                `save_directory` is not a path.
         """
         save_directory = as_folder("save_directory", save_directory)
         model_config = configuration_of(model)
@@ -353,7 +353,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         The first forward of a fork copies all pages it shares. Transformers' own layers are copied at once.
 
         Raises:
-            ValueError: n is below 1, or some tokens may still be taken back (call `crop(0)`).
+            ValueError: n is less than 1, or some tokens may still be taken back (call `crop(0)`).
             CacheInUseError: another thread's `generate()` is using the cache.
             HandOverError: a forward stopped halfway.
         """
@@ -402,7 +402,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
     def activate_past_recording(self) -> None:
         """Lets `crop` take back new tokens from now on; `crop` must then follow every forward.
 
-        Between two crops new tokens stay uncompressed and attention to them is exact. Up to 512 can be held so.
+        Between two crops, new tokens stay uncompressed and attention to them is exact. Up to 512 can be held this way.
         """
         super().activate_past_recording()
         self.stores.recording = True
@@ -411,7 +411,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             store.recording = True
 
     def stop_recording(self) -> None:
-        """Keeps all tokens, and ends what `activate_past_recording` began."""
+        """Keeps all tokens and ends the recording begun by `activate_past_recording`."""
         self.crop(0)
         self.stores.recording = False
         for store in self.stores.all:
@@ -422,15 +422,15 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
     @between_forwards
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last tokens. Levels, significance and pages become as if they had never been seen.
+        """Takes back the last tokens, leaving levels, significance and pages as if they had never been seen.
 
         Args:
             tokens_to_remove: negated number of tokens to remove, or 0 to keep all.
 
         Raises:
             ValueError: a positive number, or more tokens than can be taken back; the cache is then unchanged.
-            MemoryError: the tokens that stay do not fit into `max_bytes`. The cache is unchanged, so more of them can
-                be taken back, unless some are stored already; it then raises `HandOverError` until `reset()`.
+            MemoryError: the remaining tokens do not fit into `max_bytes`. The cache is unchanged, so more of them can
+                be taken back, unless some are already stored; it then raises `HandOverError` until `reset()`.
         """
         # generate() passes a tensor in some versions
         if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1:
@@ -440,7 +440,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
                 f"tokens_to_remove={tokens_to_remove!r} must be an integer, 0 or negative: minus the tokens to remove."
             )
         self.check_handover()
-        # with two tokenizers an assistant's text may change further back; it is given all of it again
+        # with two tokenizers, an assistant's text may change further back; it is then given all of it again
         if self.usage.drafts and any(store.revocable < -tokens_to_remove for store in self.stores.all):
             return self.start_over()
         for layer in self.layers:
@@ -460,7 +460,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         for i, layer in enumerate(self.layers):
             if isinstance(layer, DiffKVLayer):
                 layer.see(0 if layer.store is None else tokens_to_remove)
-            # empty layers of Transformers' own cannot be cropped
+            # Transformers' own layers cannot be cropped while empty
             elif seen and i not in self.stand_ins and (tokens_to_remove < 0 or getattr(layer, "record_past", True)):
                 layer.crop(tokens_to_remove)
                 let_go_of_prompt(layer)
@@ -473,7 +473,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Returns -1, no maximum. Older name of `get_max_length`."""
+        """Returns -1, no maximum. Older name for `get_max_length`."""
         return -1
 
     def __iter__(self) -> Iterator:
@@ -487,12 +487,12 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             with self.stores.between_forwards():
                 return f"{type(self).__name__}({in_short(self)})"
         except HandOverError:
-            # within a forward of this thread: describes the state that the host knows so far
+            # this thread is within a forward: describe what the host knows so far
             return f"{type(self).__name__}({in_short(self)})"
 
 
 def _sent(cache: DiffKVCache) -> tuple:
-    """Returns how another process makes a cache: from bytes, as PyTorch would move its tensors into shared memory."""
+    """Returns how another process rebuilds a cache: from bytes, as PyTorch would move its tensors to shared memory."""
     return pickle.loads, (pickle.dumps(cache),)
 
 

@@ -1,4 +1,4 @@
-"""Errors for models and caches that do not fit together."""
+"""Errors for models and caches that do not match."""
 
 
 class NotCapturableError(RuntimeError):
@@ -10,7 +10,7 @@ class HandOverError(RuntimeError):
 
 
 class CacheNotUsedError(HandOverError):
-    """A model used another cache than `generate()` was given, or none."""
+    """A model used a cache other than the one `generate()` was given, or none."""
 
 
 class ModelInUseError(RuntimeError):
@@ -27,7 +27,7 @@ def forward_under_way() -> HandOverError:
 
 
 def stopped_halfway() -> HandOverError:
-    """Returns the error for a cache whose last forward or change did not end."""
+    """Returns the error for a cache whose last forward or change did not finish."""
     return HandOverError(
         "an earlier forward with this cache stopped halfway, or another change of it did, so what it holds is not "
         "whole; call cache.reset() and start over."

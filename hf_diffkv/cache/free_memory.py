@@ -1,4 +1,4 @@
-"""Free memory of a device, of which `max_bytes` may be a share."""
+"""Free memory of a device; `max_bytes` may be a share of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import torch
 
-# where Linux keeps control groups, by which containers and services are limited, and says which one a process is in
+# where Linux keeps control groups, which limit containers and services, and where it says which one a process is in
 CONTROL_GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# folder and files of a group's memory in versions 2 and 1: its limit, its use, and the cached files within that
+# folder and files of a group's memory in versions 2 and 1: its limit, its usage, and the cached files within that
 GROUP_FILES = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -17,19 +17,19 @@ GROUP_FILES = (
 
 
 def budget_of(max_bytes: int | str, device: torch.device) -> int:
-    """Returns `max_bytes` in bytes; a share such as "80%" is taken of the memory that is free on `device` now.
+    """Returns `max_bytes` in bytes; a share such as "80%" refers to the memory now free on `device`.
 
     Raises:
-        ValueError: `max_bytes` is a share, and how much memory is free is not known.
+        ValueError: `max_bytes` is a share, and the free memory is unknown.
     """
     return max_bytes if isinstance(max_bytes, int) else int(free_bytes(device) * float(max_bytes.rstrip("%")) / 100)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that may still be taken on `device`, those that PyTorch holds for later tensors included.
+    """Returns the bytes still available on `device`, including those that PyTorch holds for later tensors.
 
     Raises:
-        ValueError: nobody knows.
+        ValueError: the free memory is unknown.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -40,7 +40,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _left_in_groups() -> list[int]:
-    """Returns the bytes that limits of containers and services leave to this process; the machine may have more."""
+    """Returns the bytes that container and service limits leave to this process; the machine may have more."""
     left = []
     for place, limit, used, cached in GROUP_FILES:
         root = CONTROL_GROUPS / place
@@ -56,7 +56,7 @@ def _left_in_groups() -> list[int]:
 
 
 def _own_groups(root: Path, controller: str) -> list[Path]:
-    """Returns the folders of this process's group and of those around it.
+    """Returns the folders of this process's group and of the groups that contain it.
 
     Args:
         controller: name of the controller in version 1, empty in version 2.
@@ -66,5 +66,5 @@ def _own_groups(root: Path, controller: str) -> list[Path]:
     except OSError:
         return []
     own = [root / path.lstrip("/") for _, names, path in lines if controller in names.split(",")]
-    # within a container the path may be that outside, and the group the root
+    # within a container, the path may be the one seen from outside, and the group the root
     return [each for group in own for each in (group, *group.parents) if each.is_relative_to(root)]

@@ -142,7 +142,7 @@ class DecodeStep:
             self._reserve(store)
             refresh_if_due(store)
         for store in stores:
-            # another one may have lowered its rows meanwhile
+            # another store may have lowered its rows in the meantime
             refresh_if_due(store)
         tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(stores))
@@ -154,7 +154,7 @@ class DecodeStep:
             if self._warm != self._place:
                 self._captured, self._place = None, self._warm
             return output
-        # the kernels of the step and of its compaction were compiled by the uncaptured one, and run in a capture
+        # the uncaptured step has compiled the kernels of the step and of its compaction, so they can run in a capture
         if self._captured is None and not self._capture(stores, inputs, tensors):
             return self.model(**inputs)
         captured = self._captured
@@ -169,7 +169,7 @@ class DecodeStep:
         return _copied(captured.output)
 
     def _stores(self, args: tuple, inputs: dict[str, Any]) -> list[Store]:
-        """Returns all stores if the step can be captured, else an empty list: it must run from Python."""
+        """Returns all stores if the step can be captured, otherwise an empty list: it must run from Python."""
         stores, ids, mask = self.cache.stores, inputs.get("input_ids"), inputs.get("attention_mask")
         if self._failed or args or not stores.all or stores.recording or stores.broken:
             return []
@@ -178,7 +178,7 @@ class DecodeStep:
             passed(inputs) is self.cache
             and isinstance(ids, Tensor)
             and ids.shape == (first.batch_size, 1)
-            # without them models count from the length of the cache, which a graph would freeze
+            # without them, models count from the length of the cache, which a graph would freeze
             and isinstance(inputs.get("position_ids"), Tensor)
             and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
             and all(_is_plain(name, value) for name, value in inputs.items())
@@ -204,7 +204,7 @@ class DecodeStep:
 
     def _reserve(self, store: Store) -> None:
         if store.lowering.active:
-            # pages change hands between stores, each of which might get all
+            # pages change hands between stores, each of which might get all of them
             store.pool.free_list.reserve(int(store.config.max_bytes) // store.pool.page_bytes)
         elif store.config.max_bytes is not None:
             # reserves all the budget allows at once, as moving the pages invalidates every graph
@@ -317,7 +317,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def _copied(output: Any) -> Any:
-    """Copies `output`, tensors in tuples (such as hidden states) included, so that replays do not overwrite it."""
+    """Copies `output`, including tensors in tuples (such as hidden states), so that replays do not overwrite it."""
     return type(output)(**{name: _copied_value(value) for name, value in output.items()})
 
 
@@ -354,7 +354,7 @@ def within_graph(asked: CompileConfig) -> CompileConfig:
 
 
 def _default_modes() -> tuple[str | None, ...]:
-    """Returns the modes that at most make the compiler capture graphs, the default of `CompileConfig` included."""
+    """Returns the modes that at most make the compiler capture graphs, including `CompileConfig`'s default."""
     return None, "default", CompileConfig().mode
 
 
@@ -362,7 +362,7 @@ def compiled_forward(model: Any, asked: CompileConfig, get_compiled_call: Callab
     """Returns the forward of `model`, which compiles on its first call, or None if it cannot be compiled.
 
     Args:
-        asked: compile configuration that the user gave.
+        asked: the user's compile configuration.
         get_compiled_call: Transformers' method, which keeps one compiled forward per model.
 
     Raises:

@@ -14,7 +14,7 @@ _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def new_handle(layer: Any) -> Tensor:
-    """Assigns a number, int64 [1] on the CPU, under which compiled graphs find `layer` while it lives."""
+    """Assigns a number, int64 [1] on the CPU, by which compiled graphs find `layer` while it exists."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor([number], device="cpu")

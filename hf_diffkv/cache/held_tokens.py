@@ -1,4 +1,4 @@
-"""Token ids that a cache holds, as far as `generate()` has passed them."""
+"""Token ids that a cache holds, as far as `generate()` has provided them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class HeldTokens:
     """Remembers the token ids of `generate()` calls, to detect a prompt that does not continue them.
 
     Positions filled by embeddings or by the user's own forwards stay unknown. In decode steps ids are kept by
-    reference, so that nothing is computed or read. The ids of a forward count once the cache has seen as many tokens
-    as the forward was to add.
+    reference, so that nothing is computed or read. A forward's ids count once the cache has seen all tokens that it was
+    to add.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Contexts in which the cache makes its tensors."""
+"""Contexts in which the cache creates its tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Makes tensors without gradients within the block that can be changed in any mode later.
+    """Makes the block create tensors without gradients, which can later be changed in any mode.
 
-    Tensors that are made within `torch.inference_mode` could not be changed outside of it.
+    Tensors created within `torch.inference_mode` could not be changed outside it.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield

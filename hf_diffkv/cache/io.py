@@ -39,13 +39,13 @@ TENSORS_NAME = "diffkv_cache.safetensors"
 
 
 def save_cache(cache: CacheContents, save_directory: str | os.PathLike, model: Any = None) -> None:
-    """Writes `cache` into `save_directory`, which is made if missing.
+    """Writes `cache` into `save_directory`, which is created if missing.
 
     Args:
         model: model whose weights' fingerprint is recorded, which loading then checks; None records none.
 
     Raises:
-        ValueError: some tokens may still be taken back, a layer of Transformers' own cannot be saved, or
+        ValueError: some tokens may still be taken back, one of Transformers' own layers cannot be saved, or
             `save_directory` is not a folder.
         OSError: the files cannot be written.
     """
@@ -59,14 +59,14 @@ def save_cache(cache: CacheContents, save_directory: str | os.PathLike, model: A
 
 
 def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) -> None:
-    """Writes `snapshot` into `folder`, which is made if missing, as this rank's part."""
+    """Writes `snapshot` into `folder`, which is created if missing, as this rank's part."""
     json_path, path = _paths(folder, parallel)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new:
         save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, new)
         content = {"format_version": FORMAT_VERSION, **snapshot.content, "sha256": _digest(new)}
         content["checksum"] = _checksum(content)
-        # within, so that an error of either file names that file
+        # nested, so that an error in either file names that file
         with replacing(json_path) as new_json:
             new_json.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -102,7 +102,7 @@ def load_cache(
         cache = restore_snapshot(make_cache, snapshot, model, devices, other_device)
     except CacheFileError as error:
         raise CacheFileError(f"{folder}: {error}") from error
-    # absent from caches that an earlier hf_diffkv saved
+    # absent from caches saved by an earlier hf_diffkv
     starts = snapshot.content.get("held_tokens", [])
     held = [(start, snapshot.tensors[f"held_tokens{index}"]) for index, start in enumerate(starts)]
     cache.held_tokens.take_up(held, cache.get_seq_length())
@@ -116,7 +116,7 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
     Args:
         parallel: the model's ranks.
         device: device of the tensors; on a CPU they stay mapped to the file. None reads the file into memory at once,
-            as another process may remove it meanwhile.
+            as another process may remove it in the meantime.
 
     Raises:
         FileNotFoundError: no cache was saved there.
@@ -152,7 +152,7 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
 
 
 def _paths(folder: Path, parallel: TensorParallel) -> tuple[Path, Path]:
-    """Returns the paths of description and tensors; every tensor-parallel rank has its own files."""
+    """Returns the paths of the description and the tensors; every tensor-parallel rank has its own files."""
     part = f".rank{parallel.rank}of{parallel.size}" if parallel.size > 1 else ""
     return tuple((folder / name).with_suffix(part + Path(name).suffix) for name in (JSON_NAME, TENSORS_NAME))
 

@@ -1,9 +1,9 @@
 """Layers that cache latents (multi-head latent attention; docs/latent.md).
 
 Models of this kind give `update` a latent and a rotary key for each token, and expand all of them into keys and values
-with a method `expand_kv` before they call the attention function. The method is wrapped once for each class: latents
-that carry a `LatentLayer` reach the attention function as they are. All others (training, other caches, layers with
-sliding windows) are expanded as before.
+with their method `expand_kv` before they call the attention function. The method is wrapped once for each class:
+latents that carry a `LatentLayer` reach the attention function as they are. All others (training, other caches, layers
+with sliding windows) are expanded as before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def wrap_classes(text_config: Any, model: Any) -> None:
         model: the model, or its configuration.
 
     Raises:
-        UnsupportedModelError: no class of the model expands latents in the way that is known.
+        UnsupportedModelError: no class of the model expands latents in the known way.
     """
     if isinstance(model, nn.Module):
         found = {kind for kind in map(type, model.modules()) if hasattr(kind, EXPAND_METHOD)}
@@ -90,7 +90,7 @@ def check_latent_model(model: Any) -> None:
 
 
 def _classes_of(text_config: Any) -> set[type]:
-    """Returns the attention classes in the module of the model that Transformers has for a configuration."""
+    """Returns the attention classes in the module that defines Transformers' model for a configuration."""
     made = MODEL_MAPPING.get(type(text_config), None)
     made = made[0] if isinstance(made, (list, tuple)) else made
     names = vars(sys.modules[made.__module__]) if made is not None else {}
@@ -105,7 +105,7 @@ def _wrap(original: Callable) -> Callable:
     def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         layer = getattr(kv_nope, LAYER_TAG, None)
         tagged = layer is not None and layer is getattr(k_rot, LAYER_TAG, None)
-        # with another attention the tokens stay pending, which the cache reports
+        # with a different attention, the tokens stay pending, which the cache reports
         if not tagged or not has_attention(self.config, NAME):
             return original(self, kv_nope, k_rot)
         return k_rot, kv_nope
@@ -114,10 +114,10 @@ def _wrap(original: Callable) -> Callable:
 
 
 class LatentLayer(DiffKVLayer):
-    """Compressed layer of latents: the rotary key is its key, the latent its value, both of one head.
+    """Compressed layer of latents with one head: its key is the rotary key, its value the latent.
 
     Attributes:
-        expand: how to expand latents in the next `attend`; None attends with absorbed queries.
+        expand: function that expands latents in the next `attend`; None attends with absorbed queries.
     """
 
     has_latents = True
@@ -148,7 +148,7 @@ class LatentLayer(DiffKVLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Dense copy of the stored latents, [batch, 1, seen, rank], where Transformers' layers have them."""
+        """Dense copy of the stored latents, [batch, 1, seen, rank], as in Transformers' layers."""
         return self._dense("values")
 
     @property
@@ -167,7 +167,7 @@ class LatentLayer(DiffKVLayer):
             latent: the new tokens' latents.
 
         Returns:
-            The query for `attend`, and a function that turns its output into the model's; None if it is that.
+            The query for `attend`, and a function that turns its output into the model's; None if it already is.
 
         Raises:
             UnsupportedModelError: the module's projection cannot be used (`Projection.of`).

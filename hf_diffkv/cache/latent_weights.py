@@ -1,4 +1,4 @@
-"""The projection by which a layer of a model expands latents into keys and values, as one dense matrix."""
+"""The projection with which a model's layer expands latents into keys and values, as one dense matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .errors import UnsupportedModelError
 # dense copies of projections that are not plain, by module, with the state that each was made from
 _copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Tensor]] = weakref.WeakKeyDictionary()
 _INTERNAL = frozenset(vars(nn.Module()))
-# a quantised projection rounds its inputs; beyond this relative error it is taken for no matrix product
+# a quantised projection rounds its inputs; beyond this relative error, it does not count as a matrix product
 LARGEST_ERROR = 0.1
 
 
@@ -35,10 +35,10 @@ class Projection:
         """Reads the projection of an attention module.
 
         Args:
-            latent: latents of the layer, [batch, 1, tokens, rank], whose dtype and device the weight gets.
+            latent: latents of the layer, [batch, 1, tokens, rank], whose dtype and device the weight takes on.
 
         Raises:
-            UnsupportedModelError: the module's projection is not a matrix product with whole weights.
+            UnsupportedModelError: the module's projection is not a matrix product with unsplit weights.
         """
         rank, nope_dim = latent.shape[-1], module.qk_nope_head_dim
         weight = weight_of(module.kv_b_proj, latent)
@@ -71,7 +71,7 @@ class Projection:
         return values.view(heads, -1, batch, tokens).permute(2, 0, 3, 1)
 
     def expands(self, tokens: int, past: int) -> bool:
-        """Returns whether expanding all latents takes fewer operations than absorbed queries.
+        """Returns whether expanding all latents takes fewer operations than absorbing queries.
 
         Args:
             tokens: number of new tokens.
@@ -106,7 +106,7 @@ def weight_of(linear: nn.Module, latent: Tensor) -> Tensor:
     known = _copies.get(linear)
     if known is None or known[0] != state:
         weight = _dense(linear, latent)
-        # the first use may have changed the module, as quantised ones prepare themselves then
+        # quantised modules prepare themselves on first use, which may have changed the module
         known = _copies[linear] = ((*state[:3], *_state(linear)), weight)
     return known[1]
 
@@ -130,9 +130,9 @@ def is_plain(linear: nn.Module) -> bool:
 
 @torch.no_grad()
 def _dense(linear: nn.Module, latent: Tensor) -> Tensor:
-    """Applies a module to the unit vectors, to zero, and to a vector that shows whether it is a matrix product."""
+    """Applies a module to the unit vectors, to zero, and to a probe that shows whether it is a matrix product."""
     rank, dtype, device = latent.shape[-1], latent.dtype, latent.device
-    # of the magnitude of latents, which are normalised
+    # as large as typical latents, which are normalised
     probe = torch.arange(1, rank + 1, dtype=torch.float32, device=device).mul(2.4).sin().mul(2**0.5)
     inputs = torch.cat([torch.eye(rank, out=probe.new_empty(0)), probe.new_zeros(1, rank), probe[None]]).to(dtype)
     rows, zero, probed = linear(inputs).to(dtype).split([rank, 1, 1])
@@ -152,14 +152,14 @@ def _dense(linear: nn.Module, latent: Tensor) -> Tensor:
 
 
 def _state(linear: nn.Module) -> tuple:
-    """Returns what changes if the module's weights, adapters or options change."""
+    """Returns a value that changes if the module's weights, adapters or options change."""
     tensors = [*linear.parameters(), *linear.buffers()]
     options = ((type(part), *_plain(vars(part))) for part in linear.modules())
     return (*((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors), *options)
 
 
 def _plain(value: Any) -> Any:
-    """Returns options in a form that can be compared later; of objects only the identity counts."""
+    """Returns options in a form that can be compared later; for objects, only identity counts."""
     if isinstance(value, dict):
         return tuple((name, _plain(held)) for name, held in value.items() if name not in _INTERNAL)
     if isinstance(value, (set, frozenset)):

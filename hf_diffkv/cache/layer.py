@@ -66,7 +66,7 @@ class DiffKVLayer(CacheLayerMixin):
     `update` only announces tokens; the attention function stores them.
 
     Args:
-        stores: shared by all layers of the cache.
+        stores: stores shared by all layers of the cache.
         index: index of the layer among the model's compressed layers.
         layer_idx: index of the layer in the model.
         readers: number of later layers of the model that also read its keys and values.
@@ -74,9 +74,9 @@ class DiffKVLayer(CacheLayerMixin):
     Attributes:
         is_last: whether no layer of the cache comes after it.
         store, slot: the layer's store and its slot there; None and -1 before the first tokens.
-        pending: keys and values until their queries come.
+        pending: keys and values that wait for their queries.
         awaited: the forward's tokens until all readers have attended to them.
-        handle: number under which compiled graphs find the layer, int64 [1].
+        handle: number by which compiled graphs find the layer, int64 [1].
     """
 
     is_sliding = False
@@ -151,7 +151,7 @@ class DiffKVLayer(CacheLayerMixin):
         return self.announce(key_states, value_states)
 
     def announce(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs `update` with keys and values in the order of the attention function."""
+        """Runs `update` with keys and values in the attention function's order."""
         if torch.compiler.is_compiling():
             if self.readers and not hasattr(cache_utils, "KVSharingDict"):
                 raise HandOverError(
@@ -214,14 +214,14 @@ class DiffKVLayer(CacheLayerMixin):
             )
 
     def _may_fail_alone(self, tokens: int) -> bool:
-        """Returns whether `update` can fail on one rank and not on another."""
+        """Returns whether `update` can fail on one rank but not on another."""
         if not self.is_initialized:
             return True
         begins = self.store.seen == self.seen and self.stores.starts_forward(self.index)
         return begins and (tokens > 1 or any(store.look_due for store in self.stores.all))
 
     def _in_step(self, device: torch.device, alone: bool) -> AbstractContextManager[None]:
-        """Returns `TensorParallel.in_step` if the work may fail on one rank `alone`, which is equal on all ranks."""
+        """Returns `TensorParallel.in_step` if the work may fail on one rank `alone`, which is the same on all ranks."""
         parallel = self.stores.tensor_parallel
         return parallel.in_step(device) if alone and parallel.group is not None else nullcontext()
 
@@ -256,7 +256,7 @@ class DiffKVLayer(CacheLayerMixin):
             with _without_gradients(), self._in_step(query.device, alone):
                 output = self._attend(query, softmax, valid, mask, shown)
         except BaseException as error:
-            # an interrupt may come when the tokens are stored
+            # an interrupt may come when the tokens are already stored
             self.stores.broken |= not isinstance(error, Exception)
             self.abandon(tokens)
             raise
@@ -292,8 +292,8 @@ class DiffKVLayer(CacheLayerMixin):
     def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
         """Drops the tokens that the mask hides from now on, before the store's first layer attends.
 
-        On devices other than a CPU, a step of one token is compared without synchronizing, and the store raises the
-        error within a few steps.
+        On devices other than a CPU, the mask of a one-token step is compared without synchronizing, and the store
+        raises the error within a few steps.
 
         Args:
             key, value: the new tokens' keys and values.
@@ -338,7 +338,7 @@ class DiffKVLayer(CacheLayerMixin):
             turns.layer_done(self.is_last, self.stores.awaited is not None)
 
     def expect(self, mask: Tensor | None) -> None:
-        """Notes the attention mask of the tokens just attended, which later readers must have too."""
+        """Notes the attention mask of the tokens just attended, which later readers must share."""
         if self.awaited is not None:
             self.awaited.mask = mask
 
@@ -409,7 +409,7 @@ class DiffKVLayer(CacheLayerMixin):
         self.stores.turns.end()
 
     def restore(self, store: Store, slot: int, seen: int) -> None:
-        """Takes the place that was assigned while loading, with `seen` tokens."""
+        """Takes the place assigned while loading, with `seen` tokens."""
         self.store, self.slot, self.stores.seen[self.index] = store, slot, seen
 
     def reset(self) -> None:
@@ -428,7 +428,7 @@ class DiffKVLayer(CacheLayerMixin):
         self.handle = new_handle(self)
 
     def get_seq_length(self) -> int:
-        """Returns `seen`, or for a layer that runs in another process the most that layers here have seen."""
+        """Returns `seen`, or, for a layer that runs in another process, the most that layers here have seen."""
         if self.stores.capturing:
             raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
         return max(self.stores.seen) if self.index in self.stores.absent else self.seen

@@ -16,7 +16,7 @@ class OtherStates:
     """Mixin for linear-attention states in a cache with `stores`; forwards that use them take a turn (turns.py).
 
     Attributes:
-        stand_ins: layer of this process that is as long, by layer that pipeline parallelism put into another process.
+        stand_ins: layer of this process with the same length, for each layer that pipeline parallelism put elsewhere.
     """
 
     stores: Any
@@ -64,7 +64,7 @@ class OtherStates:
 
 
 class EarlierLayers:
-    """Layers of Transformers' own that a forward has reached before it stored tokens, as they were before it.
+    """Transformers' own layers that a forward has reached before it stored tokens, as they were before it.
 
     Attributes:
         open: whether a forward is under way that began with such a layer and has stored no tokens yet.
@@ -75,12 +75,12 @@ class EarlierLayers:
         self.open = self._lost = False
 
     def begin(self) -> None:
-        """Notes layers from now on, in a forward that begins."""
+        """Notes layers from now on, as a forward begins."""
         self.end()
         self.open = True
 
     def note(self, layer: Any) -> None:
-        """Notes a layer that is about to change. Models write into states, so these cannot be set back."""
+        """Notes a layer that is about to change. Models write into states, so these cannot be restored."""
         if not self.open:
             return
         if has_states(layer):
@@ -90,7 +90,7 @@ class EarlierLayers:
             self._before.append((layer, dict(vars(layer))))
 
     def set_back(self) -> bool:
-        """Sets the layers back. Returns whether all of them are as before the forward."""
+        """Restores the layers. Returns whether all of them are as they were before the forward."""
         for layer, before in self._before:
             vars(layer).clear()
             vars(layer).update(before)
@@ -105,13 +105,13 @@ class EarlierLayers:
 
 
 def ends_forwards(layers: Sequence[Any], here: Sequence[int]) -> int:
-    """Returns the index of the last layer that forwards reach; -1 if this release does not tell.
+    """Returns the index of the last layer that forwards reach; -1 if this release of Transformers does not show it.
 
     Args:
-        layers: layers of the cache. Transformers fills the places of layers without a cache with something else.
-        here: indices of those in this process.
+        layers: layers of the cache. Transformers puts other objects in the slots of layers without a cache.
+        here: indices of the layers in this process.
     """
-    # before `get_conv_state` models took states unseen
+    # before `get_conv_state` existed, models took states unnoticed
     if not hasattr(Cache, "get_conv_state") and any(map(has_states, layers)):
         return -1
     reached = (i for i in here if isinstance(layers[i], CacheLayerMixin) or has_states(layers[i]))
@@ -119,7 +119,7 @@ def ends_forwards(layers: Sequence[Any], here: Sequence[int]) -> int:
 
 
 def stand_ins(layers: Sequence[Any], absent: Collection[int]) -> dict[int, int]:
-    """Returns for each of `absent` a layer in this process: one of the same kind, or else any that counts tokens."""
+    """Returns a layer in this process for each of `absent`: one of the same kind, or else any that counts tokens."""
     counting = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     here = [i for i in counting if i not in absent]
     alike = {i: [j for j in here if type(layers[j]) is type(layers[i])] for i in counting if i in absent}
@@ -143,7 +143,7 @@ def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int,
 
 
 def check_dtype(layer: Any, key_states: Tensor) -> None:
-    """Raises `ValueError` if one of Transformers' own layers holds keys of another dtype than it is given."""
+    """Raises `ValueError` if one of Transformers' own layers holds keys of a different dtype than it is given."""
     held = getattr(layer, "keys", None)
     if isinstance(held, Tensor) and held.dtype != key_states.dtype:
         raise ValueError(
@@ -178,7 +178,7 @@ def has_states(layer: Any) -> bool:
 
 
 def let_go_of_prompt(layer: Any) -> None:
-    """Copies what a sliding window keeps of a prompt, whose whole keys and values it would hold until the next step."""
+    """Copies what a sliding window keeps of a prompt, all of which it would otherwise hold until the next step."""
     for name in ("keys", "values"):
         kept = getattr(layer, name, None)
         # a step leaves one token behind, which is not worth a copy
@@ -187,10 +187,10 @@ def let_go_of_prompt(layer: Any) -> None:
 
 
 def without_gradients(layers: Sequence[Any]) -> dict[int, Tensor]:
-    """Copies tensors of Transformers' own layers that a forward with gradients left, as `copy.deepcopy` refuses to.
+    """Copies tensors that a forward with gradients left in Transformers' own layers; `copy.deepcopy` refuses to.
 
     Returns:
-        The copies, by the identity of what they are of.
+        The copies, by the identity of their originals.
     """
     held = [value for layer in layers for value in vars(layer).values()]
     held += [value for group in held if isinstance(group, dict) for value in group.values()]
@@ -201,8 +201,8 @@ def empty_other_layers(layers: Sequence[Any]) -> None:
     """Empties Transformers' own layers of a cache after their `reset`."""
     for layer in layers:
         if isinstance(layer, DynamicLayer):
-            # up to Transformers 5.17 these layers keep their old keys, as zeros in front of the new ones; emptied
-            # ones keep the size of their batch
+            # up to Transformers 5.17, these layers keep their old keys, as zeros before the new ones; emptied ones keep
+            # their batch size
             layer.keys = layer.values = None
             layer.is_initialized = False
         if has_states(layer):

@@ -45,7 +45,7 @@ _wrapped = Wrapped()
 
 
 def register() -> None:
-    """Registers attention and mask and wraps `generate()`'s methods. A second call does nothing."""
+    """Registers attention and mask functions and wraps `generate()`'s methods. A second call does nothing."""
     if _wrapped.originals:
         return
     AttentionInterface.register(NAME, diffkv_attention)
@@ -89,7 +89,7 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
 
 
 def _check_is_cache(cache: Any) -> None:
-    """Raises `ValueError` for a configuration, a name or the class `DiffKVCache` in place of a cache."""
+    """Raises `ValueError` for a configuration, a name or the class `DiffKVCache` given as a cache."""
     name = isinstance(cache, str) and (cache == NAME or cache in PRESETS)
     if name or cache is DiffKVCache or isinstance(cache, DiffKVConfig):
         shown = "the class DiffKVCache" if cache is DiffKVCache else repr(cache)
@@ -100,9 +100,9 @@ def _check_is_cache(cache: Any) -> None:
 
 
 def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
-    """Warns of `DiffKVConfig` fields in a call that does not ask for a `DiffKVCache`."""
+    """Warns about `DiffKVConfig` fields in a call that does not ask for a `DiffKVCache`."""
     given = generation_config.cache_config
-    # an assistant model gets the options of the assisted call, for a cache of its own
+    # an assistant model gets the options of the assisted call, for its own cache
     if getattr(generation_config, "is_assistant", False):
         return
     if wanted or given is None or generation_config.cache_implementation is not None:
@@ -139,10 +139,10 @@ def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> No
 
 
 def _check_inputs(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for prompts from which Transformers would compute something else.
+    """Raises `ValueError` for prompts that Transformers would process wrongly.
 
-    These are prompts that end with padding, from which the next token would be predicted, and embeddings to be computed
-    in chunks, of which Transformers cuts the ids alone.
+    These are prompts that end with padding, from which the next token would be predicted, and embeddings to be
+    prefilled in chunks, because Transformers splits only the ids.
     """
     if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
         raise ValueError(
@@ -168,7 +168,7 @@ def _check_inputs(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
 
 
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for a prompt no longer than the cached tokens, which `generate()` would cut wrongly."""
+    """Raises `ValueError` for a prompt no longer than the cached tokens, which `generate()` would slice wrongly."""
     length, seen = text_length(model_kwargs, generation_config), cache.get_seq_length()
     embeds = model_kwargs.get("inputs_embeds")
     if seen and embeds is not None and embeds.shape[1] <= seen:
@@ -228,7 +228,7 @@ def _wrap(original: Callable) -> Callable:
         if isinstance(cache, DiffKVCache):
             _check_options(self, cache, generation_config)
             if generation_config.cache_implementation not in (None, NAME):
-                # the original raises an error for a cache together with a name
+                # the original raises an error for a cache given together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             _check_inputs(generation_config, model_kwargs)
             check_no_manager(self)
@@ -298,7 +298,7 @@ def _wrap_criteria(original: Callable) -> Callable:
 
 
 def _times(cache: DiffKVCache, sequences: int, generation_config: Any) -> int:
-    """Returns how often a cache must be repeated for the `sequences` into which a call expanded its prompts."""
+    """Returns how many times a cache must be repeated for the `sequences` into which a call expanded its prompts."""
     times = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     return times if cache.get_seq_length() and cache.rows() * times == sequences else 1
 

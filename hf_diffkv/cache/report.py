@@ -38,27 +38,25 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of a cache.
+    """Memory use of a cache.
 
     Attributes:
-        compressed_bytes: memory of the compressed layers on the devices: whole pages, windows, tables, free list,
-            counters.
-        compressed_dense_bytes: memory of an uncompressed cache of the same tokens for these layers.
+        compressed_bytes: device memory of the compressed layers: whole pages, windows, tables, free list, counters.
+        compressed_dense_bytes: memory that the same tokens would need in these layers if uncompressed.
         other_bytes: memory of Transformers' own layers (sliding window, linear), which is the same with and without
             compression.
-        payload_bytes: `bytes` counting only codes and windows of the compressed layers, the figure that papers give,
-            without metadata, scores and page slack. Here and in `bytes` forks count equal parts of shared memory.
-        tokens: number of tokens over layers, heads and requests, by level: high, low, window, pruned.
+        payload_bytes: like `bytes`, but counting only codes and windows of the compressed layers, as papers do, without
+            metadata, scores and page slack. Here and in `bytes`, forks count equal parts of shared memory.
+        tokens: token counts summed over layers, heads and requests, by level: high, low, window, pruned.
         layers: token counts per layer and head.
         num_layers: number of layers of the cache, compressed or not.
         thresholds: highest alpha_high and alpha_low of any request and head if `max_bytes` has raised them, else None.
         max_bytes: budget of each device, in bytes; None if unlimited.
-        filled: share of the budget in use, without free pages, on the device where it is largest; None without one.
-        until_full: name of the precision of all tokens until the budget is full, "K8V8/K6V5" if it is another one in
-            some layers; None if tokens are chosen to stay within it, or without one.
-        lowered: number of tokens over layers, heads and requests that were lowered after they were stored, counted each
-            time.
-        room: number of tokens that each request can still get once all are lowered; None without `until_full`.
+        filled: share of the budget in use, not counting free pages, on the fullest device; None without a budget.
+        until_full: precision that all tokens have until the budget is full, "K8V8/K6V5" if it differs in some layers;
+            None if tokens are chosen to stay within the budget, or without a budget.
+        lowered: number of times that stored tokens were lowered, summed over layers, heads and requests.
+        room: number of further tokens that each request has room for once all are lowered; None without `until_full`.
     """
 
     compressed_bytes: int
@@ -189,7 +187,7 @@ def _budget(stores: list[Store]) -> dict[str, Any]:
 
 
 def held_bytes(cache: CacheContents) -> int:
-    """Returns the bytes of the whole cache as the host knows them, also while a forward is under way."""
+    """Returns the bytes of the whole cache as the host knows them, even during a forward."""
     return sum(store.bytes for store in cache.stores.all) + _stock_bytes(cache)
 
 
@@ -213,7 +211,7 @@ def in_short(cache: CacheContents) -> str:
 
 
 def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
-    """Counts, for each level and token, the heads that have the token at this level; padding has no level.
+    """Counts, for each level and token, the heads that have the token at that level; padding has no level.
 
     Args:
         levels: int8 [heads, tokens], one request of `DiffKVCache.levels`.
@@ -224,7 +222,7 @@ def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
 def levels_of_request(
     cache: CacheContents, request: int = 0, layer_idx: int | None = None, head: int | None = None
 ) -> torch.Tensor:
-    """Returns a request's levels, int8 [heads, tokens], of all heads, of one layer's heads or of one head.
+    """Returns a request's levels, int8 [heads, tokens], for all heads, one layer's heads or a single head.
 
     Raises:
         ValueError: the request, layer or head does not exist, `head` is given without `layer_idx`, or the cache is

@@ -1,4 +1,4 @@
-"""Chooses the configuration of a cache, the requested one or that of the model, and looks up its query moments."""
+"""Chooses a cache's configuration, the requested one or the model's, and looks up its query moments."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def config_of(model: Any) -> Any:
 
 
 def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fields: dict[str, Any]) -> DiffKVConfig:
-    """Applies single fields to `config`, or to the configuration that suits the model.
+    """Applies individual fields to `config`, or to the configuration that suits the model.
 
     Args:
         model: model or its configuration.
-        config: configuration, its fields, or the name of a preset; None takes `DiffKVConfig.for_model`.
+        config: configuration, its fields, or the name of a preset; None uses `DiffKVConfig.for_model`.
         fields: fields of `DiffKVConfig` that override `config`.
 
     Raises:
@@ -49,10 +49,10 @@ def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fiel
 
 
 def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
-    """Loads the moments by which keys of generated tokens are rounded.
+    """Loads the moments used to round keys of generated tokens.
 
     Args:
-        model: loaded model, or its configuration; for a configuration only a file beside it is found.
+        model: loaded model, or its configuration; for a configuration, only a file next to it is found.
         config: cache configuration.
 
     Returns:
@@ -72,10 +72,10 @@ def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
 
 
 def harm_for(model: Any, config: DiffKVConfig, num_layers: int) -> HarmBetween | None:
-    """Returns the loss by lowering heads of a measured model; None if it is not known, or nothing is lowered.
+    """Returns the loss from lowering heads of a measured model; None if it is unknown or nothing is lowered.
 
     Args:
-        model: loaded model, or its configuration, for which only `config.calibration` is looked at.
+        model: loaded model, or its configuration, for which only `config.calibration` is used.
         num_layers: number of compressed layers.
     """
     if config.precise is None or not num_layers:

@@ -17,7 +17,7 @@ from .stores import Stores, between_forwards
 
 
 class ChosenRows:
-    """Mixin of a cache with `stores` and `layers` that reorders, repeats and selects sequences."""
+    """Mixin for a cache with `stores` and `layers` that reorders, repeats and selects sequences."""
 
     stores: Stores
     layers: Any
@@ -79,14 +79,14 @@ class ChosenRows:
 
 
 def as_index(name: str, given: Any) -> Tensor:
-    """Converts numbers of sequences, or a mask of them, to a tensor of one dimension.
+    """Converts sequence numbers, or a mask of sequences, to a tensor of one dimension.
 
     Args:
         name: name of the argument, for error messages.
         given: tensor or sequence of integers or booleans.
 
     Raises:
-        ValueError: `given` has another number of dimensions, other numbers, or none.
+        ValueError: `given` is not one-dimensional, or does not hold integers or booleans.
     """
     try:
         index = torch.as_tensor(given)

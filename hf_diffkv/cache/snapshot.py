@@ -23,7 +23,7 @@ from .stores import Stores
 
 # configuration fields that 0.1.0 left out of a fingerprint
 FIRST_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-# those that do not change the keys and values a model computes; nor do rates of dropout
+# fields that do not affect a model's keys and values; neither do dropout rates
 VOLATILE = FIRST_VOLATILE | {
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type", "tie_word_embeddings"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
@@ -61,12 +61,12 @@ class CacheFileError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Contents of a cache at one time, which share no memory with the cache.
+    """Contents of a cache at one point in time, which share no memory with the cache.
 
     Only pages in use are included, layer after layer, so the size depends on the stored tokens.
 
     Attributes:
-        content: values that JSON can hold: fingerprints, configuration, place of each layer.
+        content: values for JSON: fingerprints, configuration, place of each layer.
         tensors: tensors by name.
     """
 
@@ -80,13 +80,13 @@ class Snapshot:
 
 
 def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
-    """Copies the contents of `cache` on its own devices.
+    """Copies the contents of `cache`, keeping them on its devices.
 
     Args:
         weights: `weights_fingerprint` of the cache's model, which the snapshot records; None records none.
 
     Raises:
-        ValueError: some tokens may still be taken back, or a layer of Transformers' own cannot be copied.
+        ValueError: some tokens may still be taken back, or one of Transformers' own layers cannot be copied.
     """
     with cache.stores.between_forwards():
         cache.check_handover()
@@ -103,7 +103,7 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
 def snapshot_of_request(
     stores: Sequence[Store], others: Mapping[int, Any], config: DiffKVConfig, model: str, weights: str
 ) -> Snapshot:
-    """Copies one request of a batch in the form of a cache of its own.
+    """Copies one request of a batch in the form of a separate cache.
 
     Args:
         stores: stores with every compressed layer of the model and only this request.
@@ -149,16 +149,16 @@ def restore_snapshot(
     devices: dict[int, torch.device],
     other_device: torch.device,
 ) -> CacheT:
-    """Makes a new cache of `model` with the contents of the snapshot, without sharing memory with it.
+    """Makes a new cache for `model` with the contents of the snapshot, sharing no memory with it.
 
     Args:
         make_cache: function that makes an empty cache from a model or its configuration.
         model: model, or its configuration.
-        devices: device by index of the model's layer.
+        devices: device of each layer, by the layer's index in the model.
         other_device: device of layers that `devices` does not name.
 
     Raises:
-        CacheFileError: the snapshot holds layers that are not in this process, or pages of another format.
+        CacheFileError: the snapshot holds layers that are not in this process, or pages of a different format.
     """
     content, tensors = snapshot.content, snapshot.tensors
     cache = make_cache(model, DiffKVConfig.from_dict(as_written(content["config"])))
@@ -193,7 +193,7 @@ def model_fingerprint(model_config: Any) -> str:
 
 
 def is_fingerprint_of(fingerprint: str, model_config: Any) -> bool:
-    """Returns whether a saved fingerprint is that of a model, in today's form or in that of 0.1.0."""
+    """Returns whether a saved fingerprint belongs to a model, in today's form or in that of 0.1.0."""
     earlier = _digest_of_fields(model_config, FIRST_VOLATILE.__contains__)
     return fingerprint in (model_fingerprint(model_config), earlier)
 
@@ -237,9 +237,9 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
     for name in ROW_STATE:
         tensors[f"store{index}.{name}"] = getattr(store, name).clone()
     if store.lowering.active and store.lowering.moments is not None:
-        # keys that are lowered later are rounded for the queries of these prompts as well
+        # keys lowered later are rounded for the queries of these prompts as well
         tensors[f"store{index}.{QUERY_MOMENTS}"] = store.lowering.moments.clone()
-    # earlier releases know no lowered tokens
+    # earlier releases do not know lowered tokens
     lowered = {"lowered": store.lowering.tokens, "stage": store.stage} if store.lowering.active else {}
     return {
         "num_layers": store.num_layers,
@@ -272,7 +272,7 @@ def _restore_store(
     if any(not same_pages(config, configs[0]) for config in configs):
         raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")
     store = stores.make_store(layers[0], len(slots), described["batch_size"], heads)
-    # earlier releases knew two precisions without stages
+    # earlier releases had two precisions and no stages
     stage = described.get("stage", 0)
     unknown = "stage" not in described and len(store.layouts) > 1
     if unknown or described["page_bytes"] != store.layout.page_bytes:

@@ -65,7 +65,7 @@ class Stores:
         configs: configuration of each layer (`DiffKVConfig.of_layer`).
 
     Raises:
-        ValueError: thresholds or precisions are given for another number of layers.
+        ValueError: thresholds or precisions are given for a different number of layers.
     """
 
     def __init__(self, config: DiffKVConfig, num_layers: int, max_positions: int | None = None) -> None:
@@ -76,7 +76,7 @@ class Stores:
         self.all: list[Store] = []
         # moments of the model's queries, if known; stores read them
         self.moments: QueryMoments | None = None
-        # loss by lowering heads, if known
+        # loss from lowering heads, if known
         self.harm: HarmBetween | None = None
         # `max_bytes` in bytes, by device
         self._budgets: dict[torch.device, int] = {}
@@ -98,14 +98,14 @@ class Stores:
         self._broken = False
         # turns of forwards and of other users of the cache
         self.turns = ForwardTurns()
-        # whether the cache also has layers of Transformers' own, and those before the first compressed one
+        # whether the cache also has Transformers' own layers, and those before the first compressed one
         self.beside_others = False
         self.earlier = EarlierLayers()
         self.order = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.tensor_parallel = TensorParallel()
         # device of each compressed layer; None: one device for all, or unknown
         self.devices: list[torch.device] | None = None
-        # number of KV heads, key_dim and value_dim of compressed layers, where the model tells
+        # number of KV heads, key_dim and value_dim of compressed layers, where the model reveals them
         self.shapes: dict[int, tuple[int, int, int]] = {}
         # compressed layers of the model that run in other processes
         self.absent: set[int] = set()
@@ -116,10 +116,10 @@ class Stores:
         self._places: dict[int, tuple[Store, int]] = {}
 
     def attach(self, model: Any, compressed_layers: list[int]) -> None:
-        """Notes on which devices `model` runs.
+        """Notes which devices `model` runs on.
 
         Args:
-            compressed_layers: index in the model of each layer.
+            compressed_layers: index of each compressed layer in the model.
         """
         devices = layer_devices(model)
         known = all(layer_idx in devices for layer_idx in compressed_layers)
@@ -130,17 +130,17 @@ class Stores:
         self.note_shapes(model, compressed_layers)
 
     def note_shapes(self, model: Any, compressed_layers: list[int]) -> None:
-        """Notes the shapes of the layers of `model`, if it is a loaded model that tells; arguments as in `attach`."""
+        """Notes the layer shapes of `model`, if it is a loaded model that reveals them; arguments as in `attach`."""
         if self.tensor_parallel.size == 1 and not self.latent:
             found = layer_shapes(model)
             places = enumerate(compressed_layers)
             self.shapes = {index: found[layer_idx] for index, layer_idx in places if layer_idx in found}
 
     def use_moments(self, moments: QueryMoments) -> None:
-        """Rounds generated keys by moments of the model's queries from now on.
+        """Rounds generated keys with moments of the model's queries from now on.
 
         Raises:
-            ValueError: the moments belong to another model.
+            ValueError: the moments belong to a different model.
         """
         moments.check_layers(self.num_layers)
         for index, (store, _) in self._places.items():
@@ -189,8 +189,8 @@ class Stores:
         """Makes the store of a layer, and of the layers to come if rows are lowered, so that room is made for all.
 
         Raises:
-            ValueError: the cache holds another number of sequences, or raised by `Store`.
-            MemoryError: raised by `Store` and `update_limit`. The caller drops what was made until then.
+            ValueError: the cache holds a different number of sequences, or raised by `Store`.
+            MemoryError: raised by `Store` and `update_limit`. The caller drops what was made by then.
         """
         first = len(self.all)
         if first and self.all[0].batch_size != batch:
@@ -212,13 +212,13 @@ class Stores:
         return self.all[first]
 
     def _to_come(self, index: int, device: torch.device) -> list[int]:
-        """Returns the layers after layer `index` that need a place on `device`, if rows are lowered for a budget."""
+        """Returns the layers after layer `index` that need a place on `device`, if rows are lowered to fit a budget."""
         if self.config.precise is None:
             return []
         return [layer for layer in self._without_place(device) if layer > index]
 
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
-        """Makes a store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
+        """Makes a store for `layers` layers of this model, including `index`; arguments as in `Store`."""
         first_head = self.tensor_parallel.rank * heads.num_heads
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
         config = self.configs[index]
@@ -240,7 +240,7 @@ class Stores:
         return store
 
     def _harm_of(self, store: Store) -> np.ndarray | None:
-        """Returns `LoweringState.harm` of a store; zero for layers of other numbers of heads."""
+        """Returns `LoweringState.harm` of a store; zero for layers with a different number of heads."""
         if self.harm is None:
             return None
         heads = store.num_heads
@@ -255,7 +255,7 @@ class Stores:
         try:
             store.update_limit()
         except MemoryError:
-            # other stores reserve memory for layers that turned out to have another shape or device
+            # other stores reserve memory for layers that turned out to have a different shape or device
             for other in filter(self._used, self._on(store.device)):
                 drop_unused_layers(other, self._used(other))
             self.share_budget(store)
@@ -269,7 +269,7 @@ class Stores:
         return sum(place[0] is store for place in self._places.values())
 
     def _layers_to_come(self, device: torch.device, index: int) -> int:
-        """Counts the layers without a place that may need one on `device`, beside layer `index`."""
+        """Counts the layers without a place that may need one on `device`, together with layer `index`."""
         return max(1, len(self._alike(device, index)))
 
     def _alike(self, device: torch.device, index: int) -> list[int]:
@@ -286,7 +286,7 @@ class Stores:
         """Returns the configuration of a layer with `heads` KV heads here.
 
         Raises:
-            ValueError: the configuration has precisions for another number of heads.
+            ValueError: the configuration has precisions for a different number of heads.
         """
         chosen = None if self.config.head_precisions is None else self.config.head_precisions[index]
         if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:
@@ -302,7 +302,7 @@ class Stores:
             self.earlier.end()
 
     def reach_other(self, layer_idx: int, layer: Any, call: tuple = ("update",)) -> None:
-        """Notes that a forward reaches a layer of Transformers' own by `call` (`turns.reach`) and may change it."""
+        """Notes that a forward reaches one of Transformers' own layers by `call` (`turns.reach`) and may change it."""
         if self.turns.reach(layer_idx, call, is_stock=True):
             self.earlier.begin()
         if self.num_layers:
@@ -325,7 +325,7 @@ class Stores:
             if any(store.seen for store in self.all):  # all layers are known after the first forward
                 self.all[:] = filter(self._used, self.all)
             for store in self.all:
-                # before another one lowers its rows
+                # before another store lowers its rows
                 settle(store)
             self.look_together()
             for store in self.all:
@@ -342,7 +342,7 @@ class Stores:
     def look_together(self) -> None:
         """Lets all stores that share a budget look at their device in the same step.
 
-        When rows are lowered then does not depend on which store held which free pages.
+        When rows are lowered thus does not depend on which store held which free pages.
         """
         sharing = [store for store in self.all if store.lowering.active]
         if any(store.look_due for store in sharing):
@@ -355,7 +355,7 @@ class Stores:
         with self.turns.between(whatever_runs), ordinary_tensors():
             other = self.turns.last_forward not in (None, threading.get_ident())
             devices = {store.device for store in self.all if other and store.device.type == "cuda"}
-            # threads may have streams of their own
+            # threads may have their own streams
             for device in devices:
                 torch.cuda.synchronize(device)
             yield
@@ -404,7 +404,7 @@ class Stores:
             raise stopped_halfway()
 
     def give_up(self, index: int, error: BaseException) -> None:
-        """Ends a forward that could not give a layer its tokens: undoes it in the first layer, else it is broken."""
+        """Ends a forward that could not give a layer tokens: undoes it in the first layer, else breaks the cache."""
         # what other layers or ranks did for this forward, or an interrupted beginning, cannot be undone from here
         alone = self.tensor_parallel.size == 1 or not isinstance(error, MemoryError)
         begun = any(store.seen > self.seen[index] for store in self.all)
@@ -415,7 +415,7 @@ class Stores:
     def abandon(self, index: int, tokens: int) -> bool:
         """Handles a layer's failure to store `tokens` tokens, which ends the forward.
 
-        The forward is undone if this layer is its first one; else the cache is marked as broken.
+        The forward is undone if this layer is its first one; otherwise the cache is marked as broken.
 
         Returns:
             Whether no tokens are left, so that all stores were dropped.
@@ -441,7 +441,7 @@ class Stores:
         """Sets the place of a layer, in a store of this cache or in a new one.
 
         Raises:
-            ValueError: the moments of the model's queries belong to other heads.
+            ValueError: the moments of the model's queries belong to different heads.
         """
         if self.moments is not None:
             self._check_moments(self.moments, index, store)
@@ -455,7 +455,7 @@ class Stores:
             each.readers = sum(self.readers[i] for i in here if self._places.get(i, (each, 0))[0] is each)
 
     def _note_final(self, index: int, store: Store, slot: int) -> None:
-        """Tells a store that lowers rows which heads of a layer, whose place is or will be `slot`, it may lower."""
+        """Tells a store that lowers rows which heads it may lower in the layer whose place is or will be `slot`."""
         alphas = self.configs[index].alpha_high
         share = self.tensor_parallel.share(alphas, store.num_heads) if isinstance(alphas, tuple) else alphas
         if store.lowering.active and not (isinstance(share, tuple) and len(share) != store.num_heads):

@@ -1,4 +1,4 @@
-"""Checks whether a `DiffKVCache` can work with a model, as far as its configuration tells."""
+"""Checks whether a `DiffKVCache` can work with a model, as far as its configuration shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 from ..compat import can_switch
 from .errors import UnsupportedModelError
 
-# models whose way of attending cannot be read off their configuration
+# models whose kind of attention cannot be told from their configuration
 REFUSED_TYPES = {
     "diffllama": "splits values after caching them",
     "doge": "adds a learned bias to its attention logits",
@@ -30,7 +30,7 @@ REFUSED_TYPES = {
     "mllama_text_model": "keeps keys and values of images in layers that texts skip",
     "minimax": "brings a cache class of its own",
 }
-# layers of Transformers' own that hold all tokens, or all of a window
+# Transformers' own layers that hold all tokens, or all of a window
 KNOWN_KINDS = (
     *(DynamicLayer, DynamicSlidingWindowLayer),
     *(LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
@@ -57,7 +57,7 @@ def check_model_config(model_config: Any) -> None:
 
 
 def _is_encoder(text_config: Any) -> bool:
-    """Returns whether the model reads a text in both directions; BERT and others do so unless set as decoders."""
+    """Returns whether the model reads text in both directions; BERT and others do so unless set up as decoders."""
     kind = type(text_config)
     if kind not in MODEL_FOR_MASKED_LM_MAPPING:
         return False

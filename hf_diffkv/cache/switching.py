@@ -22,7 +22,7 @@ class _Calls:
     """The running `generate()` calls on one model.
 
     Attributes:
-        calls: number of calls, also those with other caches, as attention must not change during a forward.
+        calls: number of calls, including those with other caches, as attention must not change during a forward.
         needed: whether one of the calls needs "diffkv".
         before: attention of every configuration before a call switched it; None if none has.
     """
@@ -51,7 +51,7 @@ def attention_set_back(model: Any) -> Iterator[None]:
             use.calls -= 1
             if use.calls == 0:
                 del _uses[key]
-                # an attention that the user has chosen meanwhile stays
+                # an attention that the user has chosen in the meantime stays
                 if use.before is not None and _is_switched(model):
                     set_attentions(use.before)
 
@@ -76,7 +76,7 @@ def ensure_attention(model: Any) -> None:
     """
     check_attention(model)
     with _lock:
-        # outside of calls nothing is restored
+        # outside calls, nothing is restored
         use = _uses.get(id(model.config), _Calls())
         use.needed = True
         if _is_switched(model):

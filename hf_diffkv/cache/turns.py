@@ -1,7 +1,7 @@
-"""Turns at a cache, taken by forwards and by code that reads or changes the cache between two forwards.
+"""Turns to use a cache, taken by forwards and by code that reads or changes the cache between two forwards.
 
-A forward takes its turn with its first layer and gives it back with its last one. Other threads wait meanwhile. Turns
-are granted in the order of the requests.
+A forward takes its turn with its first layer and gives it back with its last one, while other threads wait. Turns are
+granted in the order of the requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _all_turns: weakref.WeakSet[ForwardTurns] = weakref.WeakSet()
 class _Use(Enum):
     """Purpose of a turn.
 
-    FORWARD: a forward, which an error between two layers can end unnoticed. STEP: a forward that reports its end, also
+    FORWARD: a forward, which an error between two layers can end unnoticed. STEP: a forward that reports its end, even
     after an error. BETWEEN: anything between two forwards.
     """
 
@@ -39,14 +39,14 @@ class _Use(Enum):
 
 
 class ForwardTurns:
-    """The turns at one cache. In copies and forked processes nobody has the turn at first.
+    """Turns to use one cache. In copies and forked processes, no thread has the turn at first.
 
     Attributes:
-        last_layer: index of the layer with which forwards end; -1 if unknown.
-        halfway: whether a forward that had reached layers of Transformers' own ended before its last layer.
+        last_layer: index of the layer that forwards end with; -1 if unknown.
+        halfway: whether a forward that had reached Transformers' own layers ended before its last layer.
         last_layer_came: whether the last layer of the current forward has its tokens.
         last_forward: identifier of the newest forward's thread; None before the first.
-        outer: number of module frames around the `generate()` call that runs forwards, which are none of theirs.
+        outer: number of module frames around the `generate()` call that runs forwards, which do not belong to them.
     """
 
     def __init__(self, last_layer: int = -1, halfway: bool = False) -> None:
@@ -62,7 +62,7 @@ class ForwardTurns:
         self._place = float("inf")
         # calls by which it has reached that layer
         self._calls: set[tuple] = set()
-        # layer that the current forward must reach; layers of Transformers' own do not tell whether they missed one
+        # layer that the current forward must reach; Transformers' own layers do not tell whether they missed one
         self._until = -1
         self.last_layer_came = False
         self.last_forward: int | None = None
@@ -75,7 +75,7 @@ class ForwardTurns:
         Args:
             layer_idx: index of the layer in the model.
             call: name and further arguments of the call, which a forward makes at most once in a layer.
-            is_stock: whether it is a layer of Transformers' own.
+            is_stock: whether it is one of Transformers' own layers.
 
         Returns:
             Whether it is the forward's first layer.
@@ -102,7 +102,7 @@ class ForwardTurns:
         self.last_layer_came, self.last_forward = False, thread
 
     def layer_done(self, is_last: bool, awaits_readers: bool) -> None:
-        """Notes that a layer of a forward has its tokens, and ends the forward where all layers have theirs.
+        """Notes that a layer of a forward has its tokens, and ends the forward once all layers have theirs.
 
         Args:
             is_last: whether no layer of the cache comes after it.
@@ -132,7 +132,7 @@ class ForwardTurns:
             yield
 
     def between(self, whatever_runs: bool = False) -> AbstractContextManager[None]:
-        """Takes a turn between two forwards, after waiting for a forward of another thread to end.
+        """Takes a turn between two forwards, after waiting for another thread's forward to end.
 
         Args:
             whatever_runs: whether to allow it within a forward of this thread, which will not continue.
@@ -173,7 +173,7 @@ class ForwardTurns:
             return mine and not forward
 
     def _wait(self, thread: int, use: _Use) -> None:
-        """Takes the turn after all threads that have asked for it before."""
+        """Takes the turn after all threads that asked for it earlier."""
         mine = object()
         self._waiting.append(mine)
         try:
@@ -196,7 +196,7 @@ class ForwardTurns:
         self._place, self._until = float("inf"), -1
 
     def _runs(self) -> bool:
-        """Returns whether the turn's thread lives and, for a forward, is within a module."""
+        """Returns whether the turn's thread is alive and, for a forward, within a module."""
         frame = sys._current_frames().get(self._thread)
         return frame is not None and (self._use is not _Use.FORWARD or module_frames(frame) > self.outer)
 

@@ -1,4 +1,4 @@
-"""Use of a cache: by one model, and one `generate()` call at a time."""
+"""Keeps each cache to one model and one `generate()` call at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class CacheInUseError(RuntimeError):
-    """A cache was given to a second model, or to a second `generate()` call while the first still runs."""
+    """A cache was given to a second model, or to a second `generate()` call while the first was still running."""
 
 
 def in_use() -> CacheInUseError:
-    """Returns the error for a second `generate()` call with a cache while the first still runs."""
+    """Returns the error for a second `generate()` call while the first still uses the cache."""
     return CacheInUseError(
         "another generate() call is using this cache right now; wait until it has returned. Calls at the same time "
         "need a cache each: before the first of them, take copy.deepcopy(cache) for a common prefix."
@@ -23,7 +23,7 @@ class Usage:
     """The model whose keys and values a cache holds, and the running `generate()` call.
 
     Attributes:
-        drafts: whether an assistant drafts with the cache, which is given the whole text every time.
+        drafts: whether an assistant, which is given the whole text every time, drafts with the cache.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Usage:
 
     def __deepcopy__(self, memo: dict) -> Usage:
         twin, held = Usage(), self.model
-        # a model that is copied along, before its cache
+        # a model that was copied along, before its cache
         twin._model = None if held is None else weakref.ref(memo.get(id(held), held))
         return twin
 

@@ -33,7 +33,7 @@ def register_policy(name: str, policy: type[Policy]) -> None:
         policy: frozen dataclass that extends `Policy`; its fields are the policy's options.
 
     Raises:
-        ValueError: `policy` does not extend `Policy`, or another policy has the name.
+        ValueError: `policy` does not extend `Policy`, or the name belongs to another policy.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(f"policy={policy!r} must be a class that extends hf_diffkv.policy.Policy.")

@@ -147,7 +147,7 @@ class Policy:
     def thresholds(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """Returns the high and the low threshold of Algorithm 1 on mean significance, float32.
 
-        Both broadcast to [layers, batch, heads]. The low one must nowhere exceed the high one. The implementation must
+        Both broadcast to [layers, batch, heads]. The low one must never exceed the high one. The implementation must
         not read anything back to the host.
         """
         return relative_thresholds(rows)

@@ -10,7 +10,7 @@ from .base import Policy
 
 @dataclass(frozen=True)
 class DiffKV(Policy):
-    """DiffKV's policy: high from a mean of `alpha_high / N` on, low from `alpha_low / N` on, pruned below."""
+    """DiffKV's policy: high at a mean of `alpha_high / N` or more, low at `alpha_low / N` or more, pruned below."""
 
     by_thresholds: ClassVar[bool] = True
 

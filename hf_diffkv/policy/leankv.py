@@ -41,8 +41,8 @@ class LeanKV(Policy):
 def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:
     """Returns the cumulative share of each token, float64 [n].
 
-    The cumulative share is the share of the row's significance that the token and all less significant ones hold. Of
-    equally significant tokens the oldest comes first.
+    The cumulative share is the share of the row's significance that the token and all less significant ones hold. Among
+    equally significant tokens, the oldest comes first.
     """
     order = torch.argsort(tokens.position)
     order = order[torch.argsort(tokens.mean[order], stable=True)]

@@ -1,7 +1,7 @@
 """Keeps a store under `max_bytes` by tightening its thresholds.
 
 Tightening by `strength` raises alpha_high to at least `strength` and alpha_low to at least a tenth of it. Where a head
-has no low tier, alpha_low is raised to `strength` too. So the least significant tokens are demoted and pruned first.
+has no low tier, alpha_low is raised to `strength` too. The least significant tokens are thus demoted and pruned first.
 Thresholds are never lowered again.
 """
 
@@ -23,9 +23,9 @@ from .state import Changing, Store
 LOW_SHARE = 0.1
 SEARCH_STEPS = 24
 STRONGEST = 1e6
-# share of the pages in use after tightening; the rest makes tightening rare
+# share of the pages in use after tightening; the rest keeps tightening rare
 FILLED_SHARE = 0.9
-# tokens that each row's high and low tier may get, int64 [rows] each
+# tokens that each row's high and low tier may gain, int64 [rows] each
 Growth = tuple[Tensor, Tensor]
 
 
@@ -60,7 +60,7 @@ class Weighed:
 
 
 def tightened(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-    """Returns both thresholds tightened by `strength`; float32, both of one shape."""
+    """Returns both thresholds tightened by `strength`; float32, both of the same shape."""
     _, least_low = _least(alpha_high, alpha_low, strength)
     high = alpha_high.clamp(min=strength)
     return high, torch.minimum(torch.maximum(alpha_low, least_low), high)
@@ -75,7 +75,7 @@ def _least(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tens
 def fit(
     store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Weighed, allowed: int, growth: Growth | None = None
 ) -> float:
-    """Returns the smallest strength with which `tokens` and `growth` take at most `allowed` pages; 0 if none is needed.
+    """Returns the smallest strength with which `tokens` and `growth` need at most `allowed` pages; 0 if none is needed.
 
     Args:
         alpha_high, alpha_low: float32 [rows].
@@ -129,8 +129,8 @@ def make_room(store: Store, pages: int, growth: Growth | None = None) -> None:
     """Tightens all thresholds until `pages` pages can be taken, and rewrites every row accordingly.
 
     Args:
-        growth: tokens that need the pages, and take `pages` of them in empty rows; fewer tokens in a row can leave less
-            room in its pages. None if tokens do not matter.
+        growth: tokens that need the pages, and would take `pages` of them in empty rows; a row with fewer tokens can
+            have less room left in its pages. None if tokens do not matter.
 
     Raises:
         MemoryError: pruning everything outside the windows would not free enough; nothing has changed.

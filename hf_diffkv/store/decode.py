@@ -58,7 +58,7 @@ class StepAttention:
             return model_form(store, output[None])[0][:, :, None]
 
     def append(self) -> None:
-        """Stores the token now, unless it is stored; else the first `attend` stores it."""
+        """Stores the token now unless it is stored already; otherwise the first `attend` would store it."""
         if self._held is not None:
             return
         store, key, value = self._store, self._key[:, :, 0], self._value[:, :, 0]

@@ -1,4 +1,4 @@
-"""Pages that rows take at each precision they may have, and the choice of rows to lower for a budget (lowering.py)."""
+"""Pages that rows need at each precision they may have, and the choice of rows to lower for a budget (lowering.py)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .state import PAGE_ENTRIES, Store
 
 @dataclass(frozen=True)
 class Demand:
-    """Pages that rows of a store take beyond those they hold; negative numbers are given back.
+    """Pages that rows of a store need beyond those they hold; negative numbers are given back.
 
-    A rung is a precision of the store, counted from the high one of its stage on.
+    A rung is a precision of the store, counted from its stage's high one.
 
     Attributes:
-        pages: pages if the row is at a rung, int64 [rungs, layers, batch, heads]; unused for rungs it cannot have.
+        pages: pages that a row needs at a rung, int64 [rungs, layers, batch, heads]; unused for rungs it cannot have.
         now: rung of each row, 0 or 1, int64 [layers, batch, heads].
         may_lower: whether a row at a rung may be lowered to the next, bool [rungs - 1, layers, batch, heads]. All rows
-            may, except at the first rung and at the last but one.
-        harm: loss by doing so, likewise.
-        page_bytes: bytes that a page takes.
-        capacity: tokens of a page at each rung, int64 [rungs].
+            may, except some at the first rung and at the second-to-last.
+        harm: loss from doing so, likewise.
+        page_bytes: bytes that a page uses.
+        capacity: tokens per page at each rung, int64 [rungs].
         layers: index of each layer in the model.
     """
 
@@ -38,7 +38,7 @@ class Demand:
 
     @classmethod
     def of_growth(cls, store: Store, held: np.ndarray, more: np.ndarray | int, final: np.ndarray) -> Demand:
-        """Returns the demand of rows that hold `held` tokens outside their windows and get `more`.
+        """Returns the demand of rows that hold `held` tokens outside their windows and gain `more`.
 
         Args:
             final: whether the row is at the low precision, bool.
@@ -65,11 +65,11 @@ class Demand:
 
     @property
     def gain(self) -> np.ndarray:
-        """Pages that each move to the next rung frees, int64 as `may_lower`; 0 where it may not be."""
+        """Pages that each move to the next rung frees, int64 like `may_lower`; 0 where it is not allowed."""
         return np.where(self.may_lower, self.pages[:-1] - self.pages[1:], 0)
 
     def at(self, rungs: np.ndarray) -> np.ndarray:
-        """Returns the pages of each row if it is at its rung of `rungs`, int64 [layers, batch, heads]."""
+        """Returns the pages that each row needs at its rung in `rungs`, int64 [layers, batch, heads]."""
         return np.take_along_axis(self.pages, rungs[None], 0)[0]
 
     def bytes(self, rungs: np.ndarray) -> int:
@@ -78,28 +78,28 @@ class Demand:
 
 
 def capacities(store: Store) -> tuple[int, ...]:
-    """Returns the tokens of a page at each rung of a store (`Demand`)."""
+    """Returns the tokens per page at each rung of a store (`Demand`)."""
     layouts = store.layouts[store.stage :]
     return layouts[0].high.capacity, *(layout.low.capacity for layout in layouts)
 
 
 def page_bytes(store: Store) -> int:
-    """Returns the bytes that a page takes with its entries in tables."""
+    """Returns the bytes that a page uses, including its entries in tables."""
     return store.pool.page_bytes + PAGE_ENTRIES
 
 
 def rows_to_lower(demands: Sequence[Demand], room: int) -> list[np.ndarray] | None:
-    """Chooses the rows to lower until the demand of all stores fits, those of least harm for each byte first.
+    """Chooses the rows to lower until the demand of all stores fits, those with the least harm per byte first.
 
-    Rows of a store get a rung after all its rows have the one before. Until then a move counts as harmful as any before
-    it.
+    A store's rows reach a rung only after all have reached the one before; a move counts as no less harmful than any
+    before it.
 
     Args:
         demands: demand of each store.
-        room: bytes that all pages together may take.
+        room: bytes that all pages together may use.
 
     Returns:
-        Rung of each row in each store, int64 [layers, batch, heads]; None if it does not fit even if all are lowered.
+        Rung of each row in each store, int64 [layers, batch, heads]; None if lowering all is not enough.
     """
     chosen = [demand.now.copy() for demand in demands]
     lacking = sum(map(Demand.bytes, demands, chosen)) - room
@@ -128,7 +128,7 @@ def _moves_in_turn(demand: Demand, number: int) -> tuple[np.ndarray, ...]:
         number: index of the store.
 
     Returns:
-        For each move the store's index, the rung it begins at, its row, int64 [3, moves], the bytes it frees, and its
+        For each move, the store's index, the rung it begins at, its row, int64 [3, moves], the bytes it frees, and its
         place among all moves as keys of `np.lexsort`, [keys, moves].
     """
     gain = demand.gain

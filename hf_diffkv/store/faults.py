@@ -1,4 +1,4 @@
-"""Errors of what went wrong on the device, and of budgets that are too small."""
+"""Errors for what went wrong on the device, and for budgets that are too small."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ GROWTH_PART = 32
 
 
 def with_growth(size: int) -> int:
-    """Returns a budget, or by how much to raise one, of which `size` bytes are left beside the part for growth."""
+    """Returns a budget, or an increase of one, that leaves `size` bytes besides the part for growth."""
     return -(-size * GROWTH_PART // (GROWTH_PART - 1))
 
 
 def unstorable(config: DiffKVConfig, limit: float) -> ValueError:
-    """Returns the error of keys or values that a store cannot hold.
+    """Returns the error for keys or values that a store cannot hold.
 
     Args:
         config: configuration of the layers.
@@ -30,17 +30,17 @@ def unstorable(config: DiffKVConfig, limit: float) -> ValueError:
 
 
 def no_room(config: DiffKVConfig, needed: int, queries: Tensor | None) -> MemoryError:
-    """Returns the error of a budget without room for one page.
+    """Returns the error for a budget without room for one page.
 
     Args:
         config: configuration of the layers.
         needed: smallest budget that holds a page.
-        queries: moments of the prompts' queries, which are part of it; None if there are none.
+        queries: moments of the prompts' queries, which count towards it; None if there are none.
     """
     moments = 0 if queries is None else queries.nbytes
     also, remedy = "", "or lower window, sinks or the batch size."
     if moments > needed - moments:
-        # they are of one size in all caches of a model, and are not counted if the model's own were measured
+        # they have the same size in all caches of a model, and are not counted if the model's own were measured
         also, remedy = f", and the moments of queries ({moments} bytes),", "or give adaptive_rounding=False."
     return MemoryError(
         f"max_bytes={config.max_bytes} cannot even hold the windows and tables{also} of this cache and a page of "
@@ -49,7 +49,7 @@ def no_room(config: DiffKVConfig, needed: int, queries: Tensor | None) -> Memory
 
 
 def changed_mask() -> ValueError:
-    """Returns the error of a decode step whose mask does not match the stored tokens."""
+    """Returns the error for a decode step whose mask does not match the stored tokens."""
     return ValueError(
         "the attention mask of a step of one token hides tokens that are stored, or shows some that are not. On this "
         "device tokens can be hidden only together with a forward of several tokens; what was generated since then is "
@@ -58,5 +58,5 @@ def changed_mask() -> ValueError:
 
 
 def too_few_pages() -> RuntimeError:
-    """Returns the error of a compaction without enough free pages."""
+    """Returns the error for a compaction without enough free pages."""
     return RuntimeError("a compaction found too few pages, which the host should have provided; please report it.")

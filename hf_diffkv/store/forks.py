@@ -35,7 +35,7 @@ def fork_store(store: Store) -> Store:
         twin.twins.add(twin)
         _release_at_end(twin)
     except BaseException:
-        # pages that nobody gives back would be lost to all of them; other threads may fork them meanwhile
+        # pages never given back would be lost to all of them; other threads may fork them in the meantime
         for each in list(store.twins or [store]):
             each.unfinished += 1
         raise

@@ -1,7 +1,7 @@
 """Removal of stored tokens that a mask hides: from then on they count as padding, as if never fed.
 
 Pages and windows keep the remaining tokens under new indices. A token's sum is scaled so that its mean stays the same:
-the contributions of hidden queries cannot be separated, so the mean over all later queries stands for the remaining.
+the contributions of hidden queries cannot be separated, so the mean over all later queries stands in for theirs.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _hide_in_windows(store: Store, moved: Tensor) -> None:
         remaining.gather(2, torch.minimum(index, store.length)[..., None])[..., 0]
         for index in (store.window_start, store.sink_end, store.length)
     )
-    # a request with exact tokens only has all its sinks
+    # a request with only exact tokens has all its sinks
     whole = start == end
     start, end = (torch.where(whole, store.sink_slots, index) for index in (start, end))
     new_place = slots_of(new, end[layer, request], store.sink_slots, store.window_slots)

@@ -6,7 +6,7 @@ is the latent, [batch, 1, tokens, rank]. A projection of the latent gives each h
 An absorbed query has both parts: the rotary query, then the rest of the query multiplied by the projection of keys. It
 is [batch, query_heads, tokens, rope_dim + rank]. Its logits are its products with key and value together, and its
 output, a weighted sum of latents, is multiplied by the projection of values. Nothing is ever computed per token and
-head, which makes steps fast. For a prompt it is cheaper to expand the latents into keys and values of all heads.
+head, which makes steps fast. For a prompt, it is cheaper to expand the latents into keys and values of all heads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class ExpandedAttention(PromptAttention):
     """New tokens that attend over keys and values expanded from latents, and are then compressed.
 
-    The expanded tensors of the layer's past and of the new tokens exist while they are attended to only. Queries are
-    those of the model, [batch, query_heads, tokens, head_dim], and so is the output.
+    The expanded tensors of the layer's past and of the new tokens exist only while they are attended to. Queries,
+    [batch, query_heads, tokens, head_dim], and output are in the model's form.
 
     Args:
         expand: how to expand latents.

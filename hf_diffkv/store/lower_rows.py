@@ -1,7 +1,7 @@
 """Moves all tokens of whole rows from the high to the low precision, and stores from stage to stage.
 
-Memory beside the pages is that of `TOKENS_AT_ONCE` tokens or of the longest row, dense. No pages are needed, as each
-row gives up its pages before it takes fewer.
+Besides the pages, it uses the memory of `TOKENS_AT_ONCE` dense tokens or of the longest dense row. It needs no further
+pages, as each row gives up its pages before it takes fewer.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .state import Store
 
 # tokens that are lowered at once, unless a single row has more
 TOKENS_AT_ONCE = 1 << 16
-# with three bits fewer, the error of the codes before hardly matters
+# with three bits fewer, the error of the earlier codes hardly matters
 MOST_MERGED = 2
 
 
 def lower_to(store: Store, rungs: np.ndarray) -> None:
-    """Lowers rows stage by stage to a precision each.
+    """Lowers each row to its precision, stage by stage.
 
     Args:
         rungs: index of each row's precision among `Store.precisions` from the store's high one on, int64 [layers,
-            batch, heads]; 0 leaves a row at the high precision. If some are above 1, all are at least one less.
+            batch, heads]; 0 leaves a row at the high precision. If any is above 1, no two differ by more than 1.
     """
     rungs = rungs.copy()
     while rungs.max() > 1:
@@ -40,7 +40,7 @@ def lower_to(store: Store, rungs: np.ndarray) -> None:
 
 
 def _begin_next_stage(store: Store) -> None:
-    """Makes the low tier, in which all tokens are, the high one."""
+    """Makes the low tier, which holds all tokens by now, the high one."""
     # all in place, as in `lower_rows`
     table = store.table.table
     table.copy_(table.flip(-1))
@@ -72,7 +72,7 @@ def lower_rows(store: Store, chosen: Tensor) -> None:
 
 
 def _lower(store: Store, row: Tensor, count: Tensor) -> None:
-    """Moves all tokens of the rows `row`, int64 [n], of `count` tokens each, to the low tier."""
+    """Moves all tokens of the rows `row`, int64 [n], with `count` tokens each, to the low tier."""
     high, low = store.layout.high, store.layout.low
     table = store.table.table.view(-1, store.table.width)
     if not int(count.sum()):
@@ -101,7 +101,7 @@ def _lower(store: Store, row: Tensor, count: Tensor) -> None:
 
 
 def _fewer_bits(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int, inset: Inset = FULL_RANGE) -> Tensor:
-    """Returns decoded keys or values as those that are quantised with fewer bits, or as many.
+    """Returns decoded keys or values, prepared for quantisation with fewer bits, or as many.
 
     Args:
         x: decoded elements, [n, dim]; here and below.
@@ -115,19 +115,19 @@ def _fewer_bits(x: Tensor, bits: int, fewer: int, groups: int, groups_after: int
 
 
 def _within_cells(x: Tensor, bits: int, fewer: int, groups: int) -> Tensor:
-    """Moves the ends of rows of decoded elements inwards, so that each of the fewer codes stands for as many of `x`.
+    """Moves the ends of decoded rows inwards, so that each of the fewer codes stands for equally many codes of `x`.
 
-    With one bit fewer, codes are then those of pairs of neighbours, which adds no error beyond that of the fewer bits.
-    From one end to the other, codes would lie between each other instead, and both errors would add up.
+    With one bit fewer, each code then stands for a pair of neighbours, which adds no error beyond that of the fewer
+    bits. Over the full range, new codes would lie between old ones instead, and both errors would add up.
     """
     parts, first, last = _cells(x, bits, fewer, groups)
     return parts.clamp(first, last).flatten(-2)
 
 
 def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tensor:
-    """Returns elements whose inset codes stand for whole numbers of the codes before, as in `_within_cells`.
+    """Returns elements whose inset codes each stand for a whole number of earlier codes, as in `_within_cells`.
 
-    They are scaled so that what is stored is on average as large as `x`, and left as they are with as many bits.
+    They are scaled so that what is stored is on average as large as `x`; with as many bits, it stays the same.
     """
     parts, first, last = _cells(x, bits, fewer, groups)
     top, width = 2**fewer - 1, last - first
@@ -136,16 +136,16 @@ def _merged(x: Tensor, bits: int, fewer: int, groups: int, inset: Inset) -> Tens
     found = first + code * step
     product = (found * parts).sum((-2, -1), keepdim=True)
     scale = (parts * parts).sum((-2, -1), keepdim=True) / torch.where(product == 0, 1.0, product)
-    # the outermost codes take what is beyond the others' range
+    # the outermost codes cover what is beyond the others' range
     beyond = width / (inset.parts - 2)
     found = found + torch.where(code == 0, -beyond, torch.where(code == top, beyond, 0.0))
     return (found * (scale * inset.shrinkage)).flatten(-2)
 
 
 def _cells(x: Tensor, bits: int, fewer: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns elements by group, [n, groups, size], and the places of the first and last of the fewer codes.
+    """Returns elements by group, [n, groups, size], and the positions of the first and last of the fewer codes.
 
-    Each is in the middle of the codes before that it stands for.
+    Each is in the middle of the earlier codes that it stands for.
     """
     parts = x.unflatten(-1, (groups, -1))
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
@@ -154,7 +154,7 @@ def _cells(x: Tensor, bits: int, fewer: int, groups: int) -> tuple[Tensor, Tenso
 
 
 def _rounded(store: Store, row: Tensor, place: Tensor, key: Tensor) -> Tensor:
-    """Rounds keys, [n, key_dim], for the model's queries if their moments are known, else for those of its prompts.
+    """Rounds keys, [n, key_dim], for the model's queries if their moments are known, else for its prompts' queries.
 
     Args:
         row: rows of the keys, int64 [rows].

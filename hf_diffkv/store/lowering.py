@@ -2,8 +2,8 @@
 
 All tokens of a row (layer, request, KV head) have one precision: the high one of its store, or the low one once its
 `alpha_high` is infinite. A store goes through stages: once all its rows are low, the low precision becomes the high one
-and the next precision the low one. Rows that lose least for each byte go first, over all stores that share a budget.
-Pages that one store gives back are taken by others. What is lowered stays so.
+and the next precision the low one. Rows that lose the least per byte go first, across all stores that share a budget.
+Pages that one store gives back are used by others. Lowered rows stay lowered.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Part:
     """What one store asks of the budget.
 
     Attributes:
-        demand: pages that its rows take.
+        demand: pages that its rows need.
         held: tokens of each row outside its window, int64 [layers, batch, heads].
         free: free pages.
-        more: bytes outside the pool that are needed besides.
+        more: further bytes that are needed outside the pool.
     """
 
     store: Store
@@ -49,7 +49,7 @@ class Part:
 
     @classmethod
     def of_growth(cls, store: Store, tokens: np.ndarray | int, more: int = 0) -> Part:
-        """Returns what rows that get `tokens` more tokens ask."""
+        """Returns what a store asks if its rows gain `tokens` tokens."""
         held, final, free = _held(store)
         return cls(store, Demand.of_growth(store, held, tokens, final), held, free, more)
 
@@ -58,21 +58,21 @@ class Part:
         return bool((rungs > self.demand.now).any())
 
     def need(self, rungs: np.ndarray) -> int:
-        """Returns the free pages that are taken after rows have been lowered to `rungs`; negative if some are given.
+        """Returns the free pages taken once rows have been lowered to `rungs`; negative if pages are given back.
 
-        Pages that lowering itself gives back are free by then; those of requests that are dropped are not.
+        Pages that lowering itself gives back are free by then; those of dropped requests are not.
         """
         return int((self.demand.at(rungs) + self.pages(self.demand.now) - self.pages(rungs)).sum())
 
     def pages(self, rungs: np.ndarray) -> np.ndarray:
-        """Returns the pages that the tokens of each row take at `rungs`, int64 [layers, batch, heads]."""
+        """Returns the pages that the tokens of each row use at `rungs`, int64 [layers, batch, heads]."""
         return pages_of(self.held, self.demand.capacity[rungs])
 
 
 def together(store: Store) -> list[Store]:
-    """Returns the stores that share the budget of `store`, each with memory of its own.
+    """Returns the stores that share the budget of `store`, each with its own memory.
 
-    A compaction that is due in one of them may be that of the step that has just begun.
+    A compaction due in one of them may belong to the step that has just begun.
     """
     known = [reference() for reference in store.lowering.together]
     stores = [each for each in known if each is not None] or [store]
@@ -82,7 +82,7 @@ def together(store: Store) -> list[Store]:
 
 
 def _for_pages(stores: Iterable[Store], more: int = 0) -> int:
-    """Returns the bytes that the pages of all stores may take beside everything else and `more` bytes."""
+    """Returns the bytes that the pages of all stores may use besides everything else and `more` bytes."""
     fixed, total = more, 0
     for store in stores:
         total = int(store.config.max_bytes or 0)
@@ -102,20 +102,20 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
     """Lowers rows until the demand of all stores fits, and lets pages change hands.
 
     Returns:
-        Rung of each row in each store (`Demand`), counted from where it was.
+        Rung of each row in each store (`Demand`), counted from the store's stage before.
 
     Raises:
-        MemoryError: it does not fit even if all rows are lowered; nothing has changed.
+        MemoryError: the demand does not fit even if all rows are lowered; nothing has changed.
     """
     stores, demands, more = [part.store for part in parts], [part.demand for part in parts], sum(p.more for p in parts)
     sizes = [demand.page_bytes for demand in demands]
     spare = _for_pages(stores, more) - sum(store.pool.capacity * size for store, size in zip(stores, sizes))
-    # a pool that is a little above its limit only shrinks for the sake of other memory
+    # a pool that is a little above its limit shrinks only to make room for other memory
     spare = spare if more else max(0, spare)
     room = spare + sum(part.free * size for part, size in zip(parts, sizes))
     unusable = 0
     while (chosen := rows_to_lower(demands, room - unusable)) is not None:
-        # pages of requests that are dropped serve their own store only
+        # pages of dropped requests serve only their own store
         own = sum(max(0, -part.need(rungs)) * size for part, rungs, size in zip(parts, chosen, sizes))
         if own <= unusable:
             break
@@ -152,7 +152,7 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
     lacking = sum(max(0, n - f) * size for n, f, size in zip(need, free, sizes))
     if lacking > spare:
         left = max(0, spare + sum((f - n) * size for n, f, size in zip(need, free, sizes)))
-        # bytes that one token more of each row takes on average
+        # bytes that one more token in each row takes on average
         shares = [(1 / part.demand.capacity[rungs]).sum() * size for part, rungs, size in zip(parts, chosen, sizes)]
         for part, n, f, size, share in zip(parts, need, free, sizes, shares):
             pool = part.store.pool
@@ -164,7 +164,7 @@ def _share_pages(parts: Sequence[Part], chosen: Sequence[np.ndarray], spare: int
 
 
 def make_room_for_steps(store: Store, lookahead: int) -> list[Store]:
-    """Lowers rows until the next `lookahead` tokens of each row fit, in all stores. Raises as `make_fit`.
+    """Lowers rows until the next `lookahead` tokens of each row fit, in all stores. Raises as `make_fit` does.
 
     Returns:
         The other stores in which rows were lowered.
@@ -176,7 +176,7 @@ def make_room_for_steps(store: Store, lookahead: int) -> list[Store]:
 def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> None:
     """Lowers rows until several new tokens fit in all layers of all stores; the first layer of a forward does so.
 
-    A row without stored tokens is lowered before its tokens come, so they are quantised once.
+    A row without stored tokens is lowered before its tokens arrive, so they are quantised only once.
 
     Args:
         tokens: new tokens of each request, padding included.
@@ -196,7 +196,7 @@ def make_room_for_prompt(store: Store, tokens: int, valid: Tensor | None) -> Non
 
 
 def _part_of_prompt(store: Store, tokens: int, valid: Tensor | None) -> Part:
-    """Returns what new tokens ask of a store; layers that have stored theirs ask nothing."""
+    """Returns what a store asks for new tokens; layers that have stored theirs ask for nothing."""
     state = store.lowering
     real = torch.full_like(store.length[0], tokens) if valid is None else valid.sum(-1)
     length, start, real = store.look(store.length, store.window_start, real)
@@ -211,7 +211,7 @@ def _part_of_prompt(store: Store, tokens: int, valid: Tensor | None) -> Part:
 
 
 def make_room_for_copies(store: Store, index: Tensor) -> None:
-    """Lowers rows, and shrinks pools, until a new batch fits in all stores. Raises as `make_fit`.
+    """Lowers rows, and shrinks pools, until a new batch fits in all stores. Raises as `make_fit` does.
 
     Args:
         index: old request of each new one, int64 [new batch size].
@@ -222,7 +222,7 @@ def make_room_for_copies(store: Store, index: Tensor) -> None:
         more = (each.bytes - each.pool.bytes) * max(0, index.numel() - each.batch_size) // each.batch_size
         part = Part.of_growth(each, 0, more)
         now = part.pages(part.demand.now)
-        # a request that is dropped gives its pages back and is not worth lowering
+        # a dropped request gives its pages back and is not worth lowering
         pages = np.where(copies > 0, (part.demand.pages + now) * copies - now, -now)
         parts.append(replace(part, demand=replace(part.demand, pages=pages)))
     make_fit(parts)
@@ -250,13 +250,13 @@ def room(stores: Sequence[Store]) -> int:
 
 
 def give_way(store: Store, more: int, of_layer: int = 0, queries: int = 0) -> None:
-    """Lowers rows and shrinks pools until bytes outside of them fit into the budget. Raises as `make_fit`.
+    """Lowers rows and shrinks pools until `more` bytes outside them fit into the budget. Raises as `make_fit` does.
 
     Args:
         more: bytes that `store` needs.
-        of_layer: bytes of keys and values that each layer records in this forward, which stores whose turn is still to
-            come need too.
-        queries: bytes that it records besides, which are as many for any number of KV heads.
+        of_layer: bytes of keys and values that each layer records in this forward; stores whose turn is still to come
+            need them too.
+        queries: further bytes that it records, the same for any number of KV heads.
     """
     if not store.lowering.active or more <= 0:
         return
@@ -266,7 +266,7 @@ def give_way(store: Store, more: int, of_layer: int = 0, queries: int = 0) -> No
         if other is not store:
             wide = other.num_heads * (other.key_dim + other.value_dim) / width
             layers = other.num_layers + other.readers if _recorded(other) <= _recorded(store) else 0
-            # what it has promised is counted already
+            # what it has promised is already counted
             wanted[number] = 0 if other.lowering.promised else int(of_layer * wide + queries) * layers
     if _for_pages(stores, sum(wanted)) < sum(each.pool.capacity * page_bytes(each) for each in stores):
         parts = [Part.of_growth(each, 0, bytes_more) for each, bytes_more in zip(stores, wanted)]
@@ -278,7 +278,7 @@ def give_way(store: Store, more: int, of_layer: int = 0, queries: int = 0) -> No
 
 
 def _forget_bounds(parts: Iterable[Part]) -> None:
-    """Makes stores look again before their next step, for which free pages may have been taken from them."""
+    """Makes stores look again before their next step, as free pages may have been taken from them."""
     for part in parts:
         part.store.forget_bounds()
 
@@ -297,7 +297,7 @@ def names_of(stores: Iterable[Store], rung: int) -> str:
 
 
 def _tell(stores: Sequence[Store]) -> None:
-    """Tells once that lowering has begun, and once that all rows are at the final precision."""
+    """Logs once that lowering has begun, and once that all rows are at the final precision."""
     states = [store.lowering for store in stores]
     precise, final = names_of(stores, 0), names_of(stores, -1)
     if not any(state.told_full for state in states):

@@ -1,4 +1,4 @@
-"""What a store keeps for `lowering.py` beside its rows."""
+"""State that a store keeps for `lowering.py` besides its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..precision import Precision
 
 
 def precisions_of(config: DiffKVConfig, key_dim: int, value_dim: int) -> tuple[Precision, ...]:
-    """Returns the precisions of a store's rows one after the other, at least two: each stage has two neighbours.
+    """Returns the successive precisions of a store's rows, at least two: each stage has two neighbours.
 
     Args:
         config: configuration of the layers (`DiffKVConfig.of_layer`).
@@ -26,7 +26,7 @@ def precisions_of(config: DiffKVConfig, key_dim: int, value_dim: int) -> tuple[P
         return config.high, config.low
     found = precisions_in_turn(config)
     alphas = config.alpha_high if isinstance(config.alpha_high, tuple) else (config.alpha_high,)
-    # heads that end at the last but one need it
+    # heads that end at the second-to-last one need it
     passed = found[1 : -1 if all(alpha == math.inf for alpha in alphas) else -2]
     unfit = {each for each in passed if each in MIDDLES and not fits(each, key_dim, value_dim)}
     return tuple(each for each in found if each not in unfit)
@@ -34,22 +34,22 @@ def precisions_of(config: DiffKVConfig, key_dim: int, value_dim: int) -> tuple[P
 
 @dataclass
 class LoweringState:
-    """Knowledge of the heads to lower, and what has been done and said so far.
+    """Heads to lower, and what has been done and logged so far.
 
     Attributes:
         active: whether whole rows are lowered to stay within the budget.
-        harm: loss by lowering each head from one precision to the next, float64 [precisions - 1, model_layers, heads]
+        harm: loss from lowering each head from one precision to the next, float64 [precisions - 1, model_layers, heads]
             for this store's heads; None if not known.
-        keeps: heads that end at the last precision but one, bool [layers, heads]; None if all go to the last.
+        keeps: heads that end at the second-to-last precision, bool [layers, heads]; None if all go to the last.
         moments: sum of q q^T over the queries of all prompts, [layers, heads, key_dim, key_dim], for which lowered keys
             are rounded; None if the model's moments are known or nothing is rounded.
-        tokens: number of tokens that were lowered after they were stored, counted each time.
+        tokens: number of times that stored tokens were lowered.
         told_full, told_final: whether it was logged that lowering has begun, and that all rows are lowered.
-        made_room: whether rows were lowered for the current forward of several tokens.
+        made_room: whether room was made for the current forward of several tokens.
         after: length of each request after that forward, int64 [layers, batch]; None without `made_room`.
         promised: bytes that layers still to come in this forward will record; they count as held.
-        together: stores of one cache that share the device's budget, this one included, as the cache said last; a
-            copy does not know them.
+        together: stores of one cache that share the device's budget, this one included, as last set by the cache;
+            copies do not keep them.
     """
 
     active: bool = False
@@ -69,7 +69,7 @@ class LoweringState:
         self.made_room, self.after, self.promised = False, None, 0
 
     def note_final(self, layer: int, alpha_high: Union[float, tuple[float, ...]], shape: tuple[int, int]) -> None:
-        """Notes which heads of a layer are lowered: those with an infinite threshold.
+        """Notes which heads of a layer go to the last precision: those with an infinite threshold.
 
         Args:
             shape: number of layers and heads.

@@ -1,8 +1,8 @@
 """Several new tokens at once: a prompt, a further turn or a chunk.
 
-Attention among the new tokens is exact. Afterwards the policy decides the levels of the whole layer. A layer that reads
-the tokens of an earlier one may attend from the newest tokens only, because models drop the tokens that need no logits.
-The attention that keys received from them is scaled up to all later queries, as with `observation_window`.
+Attention among the new tokens is exact. Then the policy decides the levels of the whole layer. A layer that reads the
+tokens of an earlier one may attend from only the newest tokens, because models drop the tokens that need no logits. The
+attention that keys received from them is scaled up to all later queries, as with `observation_window`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .transform import (
 
 
 def admitted(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> NewPrompt:
-    """Returns a layer's new tokens after they were checked and, with `until_full`, room was made for them.
+    """Returns a layer's new tokens after checking them and, with `until_full`, making room for them.
 
     Raises:
         ValueError: keys or values are not finite.
         MemoryError: the tokens do not fit into `max_bytes` with `until_full`; nothing has changed.
     """
     if not store.stores_by_kernel:
-        # kernels check them by themselves
+        # kernels check them themselves
         check_finite(store, key, value, valid)
     if store.lowering.active:
         make_room_for_prompt(store, key.shape[2], valid)
@@ -53,7 +53,7 @@ class PromptAttention:
     """Several new tokens of a layer, to which that layer and perhaps later ones attend.
 
     The queries of reader layers count as further query heads of the KV head: a token's sum gains the maximum over all
-    of them. The tokens are therefore compressed when the last of these layers has attended.
+    of them. The tokens are therefore compressed once the last of these layers has attended.
 
     Args:
         layer: index of the layer within the store.
@@ -298,7 +298,7 @@ def compress(
             rewrites = True
             rewrite_rows(store.ops, rows, past.tokens, keep, demoted, arriving, matrices)
         except BaseException as error:
-            # `rewrite_rows` ends with a MemoryError before it changes anything, and with others anywhere
+            # `rewrite_rows` raises a MemoryError before it changes anything, other errors at any point
             if not rewrites or isinstance(error, MemoryError):
                 _write_scores(rows, past, previous)
                 for tensor, old in zip((rows.length, rows.alpha_high, rows.alpha_low), (old_length, *old_alphas)):

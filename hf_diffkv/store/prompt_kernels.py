@@ -25,11 +25,11 @@ def store_by_kernels(
     Args:
         received: attention received by each key, float32 [batch, heads, P + Q], added to the sums first; None if the
             store selects no tokens.
-        feedback: matrices by which keys are rounded (`transform.feedback`), or None.
+        feedback: matrices used to round keys (`transform.feedback`), or None.
 
     Returns:
-        False if, with token selection, the upper bound on the pages needed is not available. The layer is unchanged,
-        and the tokens may still fit.
+        False if, with token selection, fewer pages are available than may be needed. The layer is unchanged, and the
+        tokens may still fit.
 
     Raises:
         MemoryError: without token selection, the tokens do not fit; the layer is unchanged.
@@ -45,7 +45,7 @@ def store_by_kernels(
     from ..ops.store_prompt.launch import store_prompt
 
     tokens = PromptTokens(new.key, new.value, forward.rank, forward.count)
-    # a layer's first attention, which comes after the plan, tells whether it is centred
+    # a layer's first attention, which comes after the plan, shows whether it is centred
     centers = forward.centers[layer] and layer not in store.uncentered
     placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
     with Changing(store):
@@ -108,7 +108,7 @@ class PromptPlan:
             rank = torch.where(valid, valid.cumsum(-1, dtype=torch.int32) - 1, -1).to(torch.int32)
             count = valid.sum(-1)
         parts = [store.high_count, store.low_count, store.length, store.window_start, store.sink_end]
-        # in other layouts all rows are high, or have both tiers
+        # in other layouts, all rows are high, or have both tiers
         parts += [] if store.layout.selects or store.layout.one_tier else [store.low_heads]
         real = torch.full_like(store.length[0], tokens) if count is None else count
         free = store.pool.free_list.state[FREE]

@@ -38,7 +38,7 @@ class LayerTokens:
 
     @property
     def mask(self) -> Tensor:
-        """Mask of the tokens that are stored, bool [batch, heads, seen]."""
+        """Mask of stored tokens, bool [batch, heads, seen]."""
         return self.levels > PRUNED_LEVEL
 
 
@@ -122,7 +122,7 @@ def check_integrity(store: Store) -> None:
     table = store.table.table.view(rows, -1)
     width = table.shape[1]
     expected = torch.zeros_like(table, dtype=torch.bool)
-    # without token selection full pages never change, and requests may share them
+    # without token selection, full pages never change, and requests may share them
     changing = torch.full_like(expected, store.layout.selects)
     entries = torch.arange(width, device=store.device)
     for tier, layout, count in ((HIGH, store.layout.high, store.high_count), (LOW, store.layout.low, store.low_count)):

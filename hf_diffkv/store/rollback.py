@@ -67,7 +67,7 @@ class RecordedAttention:
         together = self._new if before is None else before.followed_by(self._new)
         entering = NewPrompt(store, layer, together.key, together.value, together.valid)
         past = StoredPast.read(store, layer, entering)
-        # without readers the queries of all recorded tokens are here, so that each may see other tokens
+        # without readers, the queries of all recorded tokens are here, so that each may see different tokens
         asked = query if self._readers else together.reads[0].query
         output, _ = attend_from_newest(store, layer, past, asked, entering, together.mask, softmax)
         if last:
@@ -99,7 +99,7 @@ def _surplus(tokens: int) -> int:
 
 
 def _keep(store: Store, layer: int, together: Recorded) -> None:
-    """Replaces the recorded tokens by `together`; stores the surplus at once."""
+    """Replaces the recorded tokens with `together`; stores the surplus at once."""
     surplus = _surplus(together.tokens)
     if surplus:
         _store(store, layer, together.part(0, surplus), generation_step=False)
@@ -144,7 +144,7 @@ def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callab
 
 
 def _prepare(store: Store, rejected: int) -> None:
-    """Makes room for the tokens that stay, if they are a generation step. Raises as `begin_forward` does."""
+    """Makes room for the remaining tokens if they are a generation step. Raises as `begin_forward` does."""
     make_private(store)
     store.forward = None
     store.lowering.begin()
@@ -153,18 +153,18 @@ def _prepare(store: Store, rejected: int) -> None:
 
 
 def _generates(store: Store, rejected: int) -> bool:
-    """Returns whether the tokens that stay are a generation step of the algorithm: one token after earlier ones."""
+    """Returns whether the remaining tokens are a generation step of the algorithm: one token after earlier ones."""
     return store.revocable - rejected == 1 and store.seen - rejected > 1
 
 
 # attention sinks are parameters of the model
 @torch.no_grad()
 def _commit(store: Store, rejected: int) -> None:
-    """Stores the tokens that stay. Raises `MemoryError` without a change if those of the first layer do not fit."""
+    """Stores the remaining tokens. Raises `MemoryError` without a change if the first layer's tokens do not fit."""
     generation_step = _generates(store, rejected)
     store.seen -= rejected
     store.padding.length -= rejected
-    # no longer counted, so that their budget is there for their pages
+    # no longer counted, so that their budget is available for their pages
     held_by_layer, store.recorded = store.recorded, [None] * store.num_layers
     stored = False
     try:
@@ -184,11 +184,11 @@ def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) 
     if generation_step:
         valid = None if recorded.valid is None else recorded.valid[:, 0]
         shared = StepAttention(store, layer, recorded.key, recorded.value, valid)
-        # by itself even for one layer: its rounding decides what saved caches hold
+        # separately even for one layer: its rounding decides what saved caches hold
         shared.append()
     else:
         shared = PromptAttention(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
-    # a reader may have queries of rejected tokens only
+    # a reader may have queries only for rejected tokens
     reads = [read for read in recorded.reads if read.query.shape[2]]
     for read in reads:
         shared.attend(read.query, read.softmax, read is reads[-1])

@@ -44,7 +44,7 @@ LayerThreshold = Union[float, tuple[float, ...]]
 
 
 class Padding:
-    """Mask of each request's real logical positions; takes no memory while there is no padding."""
+    """Mask of each request's real logical positions; uses no memory while there is no padding."""
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.batch_size, self.device, self.length = batch_size, device, 0
@@ -73,7 +73,7 @@ class Padding:
     def equals(self, mask: Tensor | None) -> Tensor | None:
         """Returns whether `mask`, bool [batch, length] or None for all real, has the same real positions.
 
-        The result is bool [] on the device, or None if they are the same for certain.
+        The result is bool [] on the device, or None if they are known to be the same.
         """
         if self._valid is None:
             return None if mask is None else mask.all()
@@ -104,16 +104,16 @@ class Padding:
 class Store:
     """Pages and windows of `num_layers` layers on one device; step.py takes it from one forward to the next.
 
-    A token's index counts the request's real tokens only, without padding. Exact tokens are the sinks, below
-    `sink_end`, and the tokens from `window_start` on (pages/rows.py). A row is one (layer, request, KV head).
+    A token's index counts only the request's real tokens, not padding. Exact tokens are the sinks, below `sink_end`,
+    and the tokens from `window_start` on (pages/rows.py). A row is one (layer, request, KV head).
 
     Args:
         config: configuration of the layers, with `max_bytes` in bytes.
         num_layers: number of compressed layers in this store.
         batch_size: number of requests.
         heads: KV heads of each layer.
-        total_layers: number of compressed layers of the model; None takes `num_layers`.
-        first_head: index within the model of this store's first head.
+        total_layers: number of compressed layers of the model; None means `num_layers`.
+        first_head: index of this store's first head within the model.
         max_positions: upper bound on a request's tokens, padding included; None if unknown.
 
     Raises:
@@ -142,7 +142,7 @@ class Store:
         self.heads = replace(heads, device=torch.empty(0, device=heads.device).device)
         self.num_heads, self.key_dim, self.value_dim = heads.num_heads, heads.key_dim, heads.value_dim
         self.dtype, self.device = dtype, device = heads.dtype, self.heads.device
-        # what rows have one after the other (lowering.py); the stage says which two of them they have now
+        # precisions that rows have in turn (lowering.py); the stage says which two of them apply now
         self.precisions = precisions_of(config, self.key_dim, self.value_dim)
         dims = (self.key_dim, self.value_dim, dtype.itemsize)
         self.layouts = PageLayout.of_pairs(config, self.precisions, *dims, max_positions)
@@ -187,7 +187,7 @@ class Store:
         self.lowering = LoweringState(config.precise is not None)
         self.tightening = 0.0  # largest strength by which `max_bytes` has tightened any layer's thresholds
         self.compaction_due = False
-        # changes that have begun and not ended, so that what is stored cannot be told; an error leaves them counted
+        # changes begun but not ended, which leave the contents uncertain; an error leaves them counted
         self.unfinished = 0
         self.scratch: Scratch | None = None
         self.forward: Any = None  # record of prompt_kernels.py for the current forward of several tokens
@@ -274,7 +274,7 @@ class Store:
 
     @property
     def model_feedback(self) -> ModelFeedback | None:
-        """Feedback by which keys of generated tokens are rounded; None rounds each element to the nearest code."""
+        """Feedback for rounding the keys of generated tokens; None rounds each element to the nearest code."""
         if self.moments is None or not self.rounds_for_queries:
             return None
         heads = self.moments.triangles[self.layers[0]].shape[0]
@@ -330,7 +330,7 @@ class Store:
 
     @property
     def ops(self) -> Ops:
-        """Implementations of the ops that this store runs; chosen once, and anew under `use_backend`."""
+        """Implementations of the ops that this store runs; chosen once, and again under `use_backend`."""
         if self._ops is None or self._ops_forced != backend.forced:
             found = ops_for(self.device, self.dtype, self.layout.high, self.layout.low)
             self._ops = latent_ops(found, self.layout) if self.heads.latent else found
@@ -384,7 +384,7 @@ class Store:
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets the thresholds of an empty layer.
 
-        Without token selection, low heads have infinity and others zero. With `until_full` rows may be lowered already.
+        Without token selection, low heads have infinity, others zero. With `until_full`, rows may already be lowered.
 
         Args:
             alpha_high, alpha_low: one number, or one per head.
@@ -412,7 +412,7 @@ class Store:
         return None if self.config.max_bytes is None else int(self.config.max_bytes) - self.taken
 
     def update_limit(self, more: int = 0) -> None:
-        """Sets the pool's page limit to what fits beside all other memory and `more` further bytes.
+        """Sets the pool's page limit to what fits alongside all other memory and `more` bytes.
 
         Raises:
             MemoryError: not even one page fits.
@@ -465,7 +465,7 @@ class Store:
             )
 
     def look(self, *tensors: Tensor) -> list[np.ndarray]:
-        """Reads tensors on the store's device as `read_together` does, and what went wrong there since the last look.
+        """Reads device tensors as `read_together` does, and checks for errors there since the last look.
 
         Raises:
             ValueError: a decode step, or a prompt stored by kernels, had keys or values that are not finite; or the

@@ -27,7 +27,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     """Starts a forward of `tokens` new tokens: runs a pending compaction and makes room.
 
     Raises:
-        ValueError: pages cannot hold positions that large, or see `Store.look`.
+        ValueError: pages cannot hold positions that large, or raised by `Store.look`.
         MemoryError: there is no room; the cache is unchanged.
     """
     make_private(store)
@@ -101,7 +101,7 @@ def refresh(store: Store) -> None:
             raise
         if store.lowering.active:
             for other in make_room_for_steps(store, lookahead):
-                # its step may have been given room already
+                # its step may already have been given room
                 bound_rows(other, *other.look(other.high_count, other.low_count), lookahead)
         else:
             in_empty_rows = sum(int(pages_of(more, capacity).sum()) for more, capacity in zip(growth, tiers))

@@ -13,9 +13,9 @@ including those of the current forward, and the window is centred again. It stay
 differs. A row with nothing left outside the window (because a mask hid tokens) starts over.
 
 Keys are rounded for the queries of the forward that brings them (ops/rounding). The moments of these queries are taken
-from the prompt, turn or chunk and then dropped, so they take no memory between forwards. Tokens that leave the window
-during generation are rounded by the measured moments of the model's queries (heads/query_moments.py), or
-element by element.
+from the prompt, turn or chunk and then dropped, so they use no memory between forwards. Tokens that leave the window
+during generation are rounded with the measured moments of the model's queries (heads/query_moments.py), or element by
+element.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class NewPrompt:
         self._beside_past: tuple[Tensor, Tensor] | None = None
 
     def beside(self, past: EarlierTokens) -> tuple[Tensor, Tensor]:
-        """Returns keys and values in the form in which they are attended together with `past`."""
+        """Returns keys and values in the form used for attention together with `past`."""
         if past.rows is None:
             return self.key, self.value
         if self._beside_past is None:
