@@ -148,7 +148,7 @@ def check_dtype(layer: Any, key_states: Tensor) -> None:
     if isinstance(held, Tensor) and held.dtype != key_states.dtype:
         raise ValueError(
             f"this cache holds {held.dtype} but the model gave {key_states.dtype}; use a new DiffKVCache, or the model "
-            "in the dtype that it had."
+            "in its earlier dtype."
         )
 
 
@@ -159,8 +159,8 @@ def check_croppable(layer: Any, tokens_to_remove: int) -> None:
     states = getattr(layer, "recurrent_states", None) or {}
     if any(state is not None for state in states.values()):
         raise ValueError(
-            f"cannot remove {-tokens_to_remove} tokens: the recurrent states of a {type(layer).__name__} cannot give "
-            "tokens back. Keep a copy.deepcopy of the cache."
+            f"cannot remove {-tokens_to_remove} tokens: the recurrent states of a {type(layer).__name__} cannot be "
+            "rolled back. Keep a copy.deepcopy of the cache."
         )
     if getattr(layer, "record_past", True):
         return

@@ -44,7 +44,7 @@ def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fiel
         return DiffKVConfig.for_model(model, **fields)
     for name in ("preset", "target_ratio"):
         if name in fields:
-            raise ValueError(f"{name} chooses a configuration; leave it out, or give no config beside it.")
+            raise ValueError(f"{name} chooses a configuration; leave out either it or config.")
     return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config
 
 

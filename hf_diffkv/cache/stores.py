@@ -234,7 +234,7 @@ class Stores:
                 raise
             raise MemoryError(
                 f"a window of {config.window} and {config.sinks} sinks, which are held uncompressed from the start, do "
-                "not fit into memory; lower them or the batch size."
+                "not fit in memory; lower them or the batch size."
             ) from error
         store.moments, store.lowering.harm = self.moments, self._harm_of(store)
         return store

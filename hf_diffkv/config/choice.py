@@ -40,7 +40,9 @@ def choose(
         ValueError: the preset does not exist, a preset and a ratio are both given, or the ratio cannot be met.
     """
     if preset is not None and target_ratio is not None:
-        raise ValueError(f"preset={preset!r} and target_ratio={target_ratio} are two answers; leave one out.")
+        raise ValueError(
+            f"preset={preset!r} and target_ratio={target_ratio} both choose the precisions; leave one out."
+        )
     named = None if preset is None else preset_named(preset)
     plain = preset_for(model_config, given)
     latent = latent_dims(model_config) is not None

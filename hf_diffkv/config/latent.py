@@ -72,7 +72,7 @@ def latent_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
         if ratio <= target_ratio:
             return latent_fields(name)
     raise ValueError(
-        f"target_ratio={target_ratio} is below what {LATENT_LADDER[0]} takes of this model's latents, {ratio:.3f}; "
+        f"target_ratio={target_ratio} is below what {LATENT_LADDER[0]} needs for this model's latents, {ratio:.3f}; "
         "raise it."
     )
 

@@ -460,8 +460,8 @@ class Store:
         """Raises `ValueError` if pages cannot hold the positions of `tokens` more tokens."""
         if self.layout.high.position_bytes == 2 and self.seen + tokens > NARROW_POSITIONS:
             raise ValueError(
-                f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
-                "16 bits cannot hold; use metadata_bits=32."
+                f"{self.seen + tokens} tokens exceed the model's max_position_embeddings and have positions that do "
+                "not fit in 16 bits; use metadata_bits=32."
             )
 
     def look(self, *tensors: Tensor) -> list[np.ndarray]:

@@ -98,7 +98,7 @@ def test_plan_of_a_budget_below_the_windows(capsys: pytest.CaptureFixture[str]) 
     # which a real cache refuses
     model = AutoModelForCausalLM.from_pretrained(TINY_LM)
     ids = torch.zeros(1, 10, dtype=torch.int64)
-    with pytest.raises(MemoryError, match="cannot even hold the windows and tables"):
+    with pytest.raises(MemoryError, match="cannot even hold this cache's windows and tables"):
         model.generate(ids, max_new_tokens=2, cache_implementation="diffkv", cache_config={"max_bytes": 50_000})
 
 

@@ -100,7 +100,9 @@ def test_a_file_in_place_of_its_folder(
 
 
 def test_options_of_the_hub_without_the_hub_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="repo_id: only with push_to_hub=True|token: only with push_to_hub=True"):
+    with pytest.raises(
+        ValueError, match="repo_id can only be used with push_to_hub=True|token can only be used with push_to_hub=True"
+    ):
         DiffKVConfig().save_pretrained(tmp_path / "new", token="x")
     assert not (tmp_path / "new").exists()
 
