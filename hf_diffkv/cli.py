@@ -25,7 +25,7 @@ INTERRUPTED = 130
 PROGRAM = "hf-diffkv"
 TRY = {
     "hf-diffkv generate --example": "A long document: answer, memory, time.",
-    "hf-diffkv chat --preset small": "Talk; /memory says what it takes.",
+    "hf-diffkv chat --preset small": "Chat; /memory shows what it uses.",
     "hf-diffkv demo": "Both caches side by side in a browser.",
 }
 
@@ -65,8 +65,8 @@ class Commands(click.Group):
     name=PROGRAM,
     help="A KV cache for Transformers models that stores keys and values in few bits, as many as each attention head "
     "needs; it can also choose tokens and prune, as DiffKV does.",
-    epilog="Each command has a --help of its own. Exit codes: 0 done, 1 failed or with a bad result, 2 wrong "
-    "usage, 130 interrupted.",
+    epilog="Each command has its own --help. Exit codes: 0 success, 1 failure or a bad result, 2 wrong usage, 130 "
+    "interrupted.",
 )
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 def hf_diffkv() -> None:

@@ -82,7 +82,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
         if getattr(tokenizer, "pad_token_id", None) is None:
             raise ValueError(
                 "the prompts need a tokenizer with a pad token: pass processing_class=tokenizer to the Trainer, and "
-                "set tokenizer.pad_token where it is missing."
+                "set tokenizer.pad_token if it is missing."
             )
         if every_steps is not None and _wanted(trainer.args) is not None:
             raise ValueError(

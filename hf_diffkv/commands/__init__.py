@@ -15,14 +15,14 @@ from ..extras import beside
 # one-line descriptions, in the order of the help
 COMMANDS = {
     "generate": "Generate with DiffKV and with a dense cache, and compare.",
-    "chat": "Talk with a model, many turns on one cache.",
-    "plan": "What fits into memory: context and batch, dense and DiffKV.",
+    "chat": "Chat with a model over many turns on one cache.",
+    "plan": "What fits in memory: context and batch, dense and DiffKV.",
     "inspect": "What is compressed, and what is kept of a prompt.",
-    "verify": "Whether DiffKV is right, and good enough, for a model.",
+    "verify": "Whether DiffKV works for a model, and well enough.",
     "bench": "Time per token and memory of caches on this machine.",
     "serve": "Serve a model to many clients, with OpenAI's protocol.",
     "demo": "Both caches side by side in a browser.",
-    "evaluate": "Judge caches by what they keep at which real bytes.",
+    "evaluate": "Compare caches by what they keep and their real bytes.",
     "calibrate": "Measure what each head needs: its bits, or thresholds.",
     "lm-eval": "lm-evaluation-harness with any of these caches.",
     "env": "Versions and hardware, for a bug report.",

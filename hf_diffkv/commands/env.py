@@ -33,7 +33,7 @@ def command(as_json: bool) -> None:
     found = gpus()
     if not found and _has_fast_4bit():
         lines["advice"] = _advice()
-    lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none that nvidia-smi knows"}
+    lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none found by nvidia-smi"}
     try:
         lines["native code"] = instructions_at()
     except OSError as error:
@@ -50,7 +50,7 @@ def _advice() -> str:
     """Returns how steps get faster on a machine without a GPU."""
     missing = importlib.util.find_spec("bitsandbytes") is None
     install = " (pip install bitsandbytes)" if missing else ""
-    return f"without a GPU, weights in 4 bits make steps faster: --weights 4bit{install}"
+    return f"without a GPU, 4-bit weights make steps faster: --weights 4bit{install}"
 
 
 def versions() -> dict[str, str]:

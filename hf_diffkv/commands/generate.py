@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_p", "top_k")
 
 sampling_options = chain(
-    click.option("--sample", is_flag=True, help="Draw tokens at random instead of taking the likeliest."),
+    click.option("--sample", is_flag=True, help="Sample tokens instead of taking the likeliest."),
     click.option("--seed", metavar="N", type=int, default=0, help="For --sample."),
     click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="For --sample."),
     click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="For --sample."),
@@ -56,30 +56,32 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
     """Returns sampling arguments of `generate()` except `do_sample`. Raises `click.UsageError` without --sample."""
     given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     if given and not options.sample:
-        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} is of no effect without --sample.")
+        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} has no effect without --sample.")
     return given
 
 
 @click.command(
     "generate",
     cls=Command,
-    help="Stream what a model writes after PROMPT with a DiffKV cache, then compare memory, speed and text with "
-    "Transformers' DynamicCache. Each cache runs in a process of its own. If stdout is not a terminal, it gets the "
-    "generated text alone, and the comparison goes to stderr.",
+    help="Stream a model's continuation of PROMPT with a DiffKV cache, then compare memory, speed and text with "
+    "Transformers' DynamicCache. Each cache runs in its own process. If stdout is not a terminal, it gets only "
+    "the generated text, and the comparison goes to stderr.",
     epilog="For example: hf-diffkv generate --example; hf-diffkv generate --model smollm2 --preset small --prompt-file "
     "report.txt. Short prompts save nothing: the window is uncompressed.",
 )
 @prompt_options
-@click.option("--example", is_flag=True, help="A long document with a question, in place of a PROMPT.")
+@click.option("--example", is_flag=True, help="A long document with a question, instead of a PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
 @click.option("--then", type=PROMPT_TYPE, multiple=True, help="A further turn on the same cache; repeatable.")
-@click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
+@click.option(
+    "--chat", is_flag=True, help="PROMPT and each --then are messages, formatted with the model's chat template."
+)
 @click.option("--system", type=PROMPT_TYPE, help="System message for --chat.")
 @click.option("--max-new-tokens", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
-@click.option("--save-cache", type=PATH_TYPE, help="Keep the cache and what was written for --load-cache.")
-@click.option("--load-cache", type=PATH_TYPE, help="Go on from there: PROMPT is the next turn, and it alone is read.")
-@click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")
+@click.option("--save-cache", type=PATH_TYPE, help="Save the cache and the text for --load-cache.")
+@click.option("--load-cache", type=PATH_TYPE, help="Continue from there: PROMPT is the next turn, and only it is read.")
+@click.option("--no-compare", is_flag=True, help="Skip the dense cache.")
 @config_options
 @running_options
 @click.option("--output", type=PATH_TYPE, help="Write levels.png and figures.json there.")
@@ -97,7 +99,7 @@ def command(**given: Any) -> None:
         job = dataclasses.replace(job, picture=str(picture))
     runs = _run(job, options)
     if options.save_cache is not None:
-        progress(f"Wrote {options.save_cache}; --load-cache goes on from there.", options.quiet)
+        progress(f"Wrote {options.save_cache}; --load-cache continues from there.", options.quiet)
     found = figures(job, runs, versions())
     if options.as_json:
         click.echo(json.dumps(found, indent=2))
@@ -118,19 +120,19 @@ def _job(options: SimpleNamespace) -> Job:
     if options.example:
         text = _example(options, text)
     if text is None:
-        raise click.UsageError("there is no PROMPT; give one, - to read it from stdin, or --example.")
+        raise click.UsageError("no PROMPT was given; give one, - to read it from stdin, or --example.")
     turns = [text, *options.then]
     if not all(turns):
         raise click.UsageError("the prompt or a --then is empty; there is nothing to continue.")
     sampling = sampling_of(options)
     if options.system is not None and not options.chat:
-        raise click.UsageError("--system is of no effect without --chat.")
+        raise click.UsageError("--system has no effect without --chat.")
     if options.quiet and options.as_json:
-        raise click.UsageError("--quiet and --json do not go together; leave one out.")
+        raise click.UsageError("--quiet and --json cannot be combined; leave one out.")
     choice, start = choice_of(options), {}
     if options.load_cache is not None:
         if choice:
-            raise click.UsageError("--load-cache has a configuration of its own; leave options of the cache out.")
+            raise click.UsageError("--load-cache has its own configuration; leave cache options out.")
         start = saved_talk(options.load_cache)
     progress(f"reading the configuration of {options.model}", options.quiet)
     model_config = supported_config(options.model)
@@ -212,7 +214,7 @@ def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None,
         raise click.UsageError(f"--chat cannot be used with {options.model}: {error}") from error
     except Exception as error:
         # templates raise arbitrary errors, for example without a system message
-        raise click.UsageError(f"the chat template of {options.model} refuses: {error}") from error
+        raise click.UsageError(f"the chat template of {options.model} rejects the messages: {error}") from error
     plain = not options.chat
     counts = [len(tokenizer(text, add_special_tokens=plain and i == 0).input_ids) for i, text in enumerate(texts)]
     if not counts[0]:
@@ -251,7 +253,7 @@ def comparison(compressed: FinishedRun, dense: FinishedRun | None = None) -> str
     if dense is None:
         return "\n".join(["", table(("", compressed.cache, "of a dense cache"), rows), "", *_kept(compressed)])
     rows.append(("  above the model", *(megabytes(run.above_model_bytes) for run in runs), ""))
-    peak = f"Peak memory: {compressed.peak_source}, a process of its own for each cache."
+    peak = f"Peak memory: {compressed.peak_source}, in a separate process for each cache."
     header = ("", dense.cache, compressed.cache, f"{compressed.cache} / dense")
     lines = ["", table(header, rows), "", *_kept(compressed), _difference(compressed, dense), paragraph(peak)]
     return "\n".join(lines)
@@ -313,13 +315,13 @@ def _kept(run: FinishedRun) -> list[str]:
     lines = [paragraph(f"{kept_in_words(layers)}.")] if layers else []
     compressed = len(layers)
     if run.num_layers is not None and compressed < run.num_layers:
-        note = "the bytes count all of them. `hf-diffkv inspect` says which."
+        note = "the bytes include all of them. `hf-diffkv inspect` shows which."
         lines.append(paragraph(f"{compressed} of {run.num_layers} layers are compressed; {note}"))
     if run.layers != [] and run.dense_bytes is not None and run.cache_bytes >= run.dense_bytes:
         if run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]:
             why = "Nothing is saved: every token is stored as it is."
         else:
-            why = "So short a cache saves nothing: the window and partly filled pages outweigh it."
+            why = "A cache this short saves nothing: the window and partly filled pages outweigh it."
         lines.append(paragraph(why))
     return lines
 
@@ -330,7 +332,7 @@ def _difference(compressed: FinishedRun, dense: FinishedRun) -> str:
         return paragraph(f"Both caches wrote the same {sum(map(len, dense.generated))} tokens.")
     words, marked = word_difference(dense.text, compressed.text)
     head = paragraph(
-        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. What differs, "
+        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. The differences, "
         f"[-{dense.cache}-] and {{+{compressed.cache}+}}:"
     )
     return f"{head}\n{marked}"

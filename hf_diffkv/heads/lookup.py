@@ -163,8 +163,8 @@ def _lookup(model: Any, identity: Identity, suffix: str) -> Path | None:
     path, distance = best
     if distance > SAME:
         _tell(
-            "the heads of %s have not been measured, but its normalisation weights are nearly those of a measured "
-            "model, so that one's measurements are used: %s (docs/calibration.md).",
+            "the heads of %s have not been measured, but its normalisation weights nearly match those of a measured "
+            "model, whose measurements are used: %s (docs/calibration.md).",
             *(loaded_from(model) or "this model", path),
         )
     return path

@@ -238,7 +238,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "store with an unknown preset": (lambda to: PrefixStore(to.model, "large"), ("'large'", "choose one of")),
     "store of negative size": (lambda to: PrefixStore(to.model, device_bytes=-1), ("device_bytes=-1", "0 or more")),
     "store with a size as text": (lambda to: PrefixStore(to.model, host_bytes="1GB"), ("host_bytes='1GB'", "number")),
-    "limit without folder": (lambda to: PrefixStore(to.model, folder_bytes=5), ("folder_bytes", "name the folder")),
+    "limit without folder": (lambda to: PrefixStore(to.model, folder_bytes=5), ("folder_bytes", "give the folder")),
     "folder without a name": (lambda to: PrefixStore(to.model, folder=""), ("folder=''", "path of a folder")),
     "folder that is none": (lambda to: PrefixStore(to.model, folder=5), ("folder=5", "path of a folder")),
     "heads by a text": (lambda to: measure_heads(to.model, "Hello"), ("tokenizer is a str", "pass the tokenizer")),

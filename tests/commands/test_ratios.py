@@ -89,10 +89,10 @@ def test_a_ratio_that_cannot_be_had_is_said_before_the_weights_are_loaded(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--ratio", "2"], "'2' is no ratio; give a number above 0 and at most 1, such as 0.23."),
-        (["--ratio", "a"], "'a' is no ratio"),
-        (["--ratio", "0.3", "--preset", "small"], "--ratio and --preset do not go together; leave one out."),
-        (["--ratio", "0.3", "--lossless"], "--lossless and --ratio do not go together; leave one out."),
+        (["--ratio", "2"], "'2' is not a ratio; give a number above 0 and at most 1, such as 0.23."),
+        (["--ratio", "a"], "'a' is not a ratio"),
+        (["--ratio", "0.3", "--preset", "small"], "--ratio and --preset cannot be combined; leave one out."),
+        (["--ratio", "0.3", "--lossless"], "--lossless and --ratio cannot be combined; leave one out."),
         (["--ratio", "0.3", "--low", "K4V2"], "--ratio 0.3 chooses bits and levels; leave --low out."),
     ],
 )

@@ -201,13 +201,13 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
     assert read("org/empty").startswith(expected)
     for name in ("org/missing", "org/private"):
         expected = (
-            f"FileNotFoundError {name!r} is neither a folder nor a repository of the Hub that you may read; check"
+            f"FileNotFoundError {name!r} is neither a folder nor a repository on the Hub that you may read; check"
         )
         assert read(name).startswith(expected)
     assert read("org/private", HF_TOKEN=TOKEN) == ""
-    expected = f"FileNotFoundError {CONFIG_NAME} of org/missing is not in the Hub's cache, and the Hub was not asked"
+    expected = f"FileNotFoundError {CONFIG_NAME} of org/missing is not in the Hub's cache, and the Hub was not queried"
     assert read("org/missing", HF_HUB_OFFLINE="1").startswith(expected)
-    expected = "FileNotFoundError '/no/such/folder' is no folder, and no id of a repository of the Hub; write "
+    expected = "FileNotFoundError '/no/such/folder' is neither a folder nor the id of a Hub repository; write "
     assert read("/no/such/folder").startswith(expected)
 
 
@@ -230,11 +230,13 @@ def test_what_may_not_be_written(hub: Hub, tmp_path: Path) -> None:
     def push(name: str, **environment: str) -> str:
         return client(hub, tmp_path, f"DiffKVConfig().push_to_hub({name!r})", **environment)
 
-    expected = "FileNotFoundError 'org/name' is no repository of the Hub that you may write; check the name, and log in"
+    expected = (
+        "FileNotFoundError 'org/name' is not a repository on the Hub that you may write; check the name, and log in"
+    )
     assert push("org/name").startswith(expected)
     assert push("org/name", HF_TOKEN="hf_of_somebody_else").startswith(expected)
     assert push("org/name", HF_HUB_OFFLINE="1").startswith("OSError cannot reach the Hub to write org/name (")
-    assert push("a/b/c", HF_TOKEN=TOKEN).startswith("ValueError repo_id='a/b/c' is no id of a repository; write OWNER/")
+    assert push("a/b/c", HF_TOKEN=TOKEN).startswith("ValueError repo_id='a/b/c' is not a repository id; write OWNER/")
     assert not hub.repositories
 
 

@@ -161,7 +161,7 @@ def _check(options: SimpleNamespace) -> None:
         # HTTP strips it from what clients send
         raise click.UsageError(f"the API key ends in white space; take it off --api-key or {API_KEY}.")
     if options.max_bytes is not None and options.memory_share is not None:
-        raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
+        raise click.UsageError("--max-bytes and --memory-share cannot be combined; leave one out.")
     ranks = os.environ.get(RANKS, "1")
     if ranks not in ("", "1"):
         raise click.UsageError(
@@ -170,16 +170,16 @@ def _check(options: SimpleNamespace) -> None:
             "GPU without torchrun, use --replicas, or have all ranks call generate_batch (docs/distributed.md)."
         )
     if options.prefix_folder_bytes is not None and options.prefix_folder is None:
-        raise click.UsageError("--prefix-folder-bytes is of no effect without --prefix-folder.")
+        raise click.UsageError("--prefix-folder-bytes has no effect without --prefix-folder.")
     if options.prefix_folder is not None and options.prefix_folder.is_file():
         raise click.UsageError(
-            f"--prefix-folder {options.prefix_folder} is a file; name a folder, it is made if missing."
+            f"--prefix-folder {options.prefix_folder} is a file; give a folder, which is created if missing."
         )
     drawn = [name for name in SAMPLING if getattr(options, name) is not None]
     if options.replicas is not None and options.port == 0:
         raise click.UsageError("--replicas needs a --port that is the same on all machines, not 0.")
     if options.greedy and drawn:
-        raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} do not go together; leave one out.")
+        raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} cannot be combined; leave one out.")
 
 
 def _choice(options: SimpleNamespace) -> ConfigChoice:

@@ -64,8 +64,8 @@ def command(**given: Any) -> None:
     context = options.context or max(1, min(CONTEXT, (limit or CONTEXT + further) - further))
     if limit is not None and context + further > limit:
         raise click.UsageError(
-            f"--context and --steps are {context + further} tokens together, but the model's max_position_embeddings "
-            f"is {limit}; lower them."
+            f"--context and --steps add up to {context + further} tokens, but the model's max_position_embeddings is "
+            f"{limit}; lower them."
         )
     methods = []
     for name in names:
