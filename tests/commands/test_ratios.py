@@ -83,7 +83,7 @@ def test_a_ratio_that_cannot_be_had_is_said_before_the_weights_are_loaded(
     """The heads of tiny-lm are not measured here."""
     monkeypatch.setattr("hf_diffkv.running.models.load_model", lambda *args: pytest.fail("loads the weights"))
     assert main([*arguments, "--ratio", str(RATIO)]) == 2
-    assert "--ratio 0.2 is below what K4V2 takes" in capsys.readouterr().err
+    assert "--ratio 0.2 is below what K4V2 needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ QUICK = [
     (["verify", *TINY, "--continued", "1"], "'--continued': 1 is too few; give at least 2."),
     (["bench"], "Missing option '--model'."),
     (["bench", *TINY, "--steps", "0"], "'--steps': 0 is too few"),
-    (["demo", "--port", "99999"], "--port 99999 is no port; give one up to 65535."),
+    (["demo", "--port", "99999"], "--port 99999 is not a port; give one up to 65535."),
     (["serve"], "Missing argument 'MODEL'."),
     (["serve", "tinylm"], "did you mean 'tiny-lm'?"),
     (["serve", "tiny-lm", "--port", "99999"], "'--port': 99999 is not in the range 0<=x<=65535."),
@@ -132,7 +132,7 @@ QUICK = [
     (["evaluate", *TINY, "--output", ""], "'--output': the path is empty"),
     (["env", "now"], "Got unexpected extra argument"),
     (["evaluate", *TINY], "Missing option '--output'."),
-    (["evaluate", *TINY, "--output", "x", "--batch-size", "0"], "--batch-size has gone; tasks that generate"),
+    (["evaluate", *TINY, "--output", "x", "--batch-size", "0"], "--batch-size was removed; tasks that generate"),
     (["evaluate", "--model", "gemma-270m", "--output", "x"], "did you mean 'gemma3-270m'?"),
     (["calibrate", *TINY, "--output", "x", "--alpha-high", "1,-2"], "'1,-2' is not a list of numbers of at least 0"),
     (["calibrate", *TINY, "--ratio", "0.2", "--documents", "2"], "but --documents measures thresholds"),
@@ -167,8 +167,8 @@ SLOW = [
     (["verify", *TINY, "--text", "no.txt", "--quiet"], 2, "--text no.txt: there is no such file"),
     (["serve", "tiny-lm", "--max-length", "5000"], 2, "--max-length 5000 is above the model's max_position_embeddings"),
     (["serve", "tiny-lm", "--chat-template", "no.jinja"], 2, "cannot read no.jinja: No such file or directory."),
-    (["serve", "tiny-lm", "--host", "no.such.host.invalid"], 2, "cannot listen at no.such.host.invalid:8000: "),
-    (["serve", "tiny-lm", "--host", "a..b"], 2, "cannot listen at a..b:8000: "),
+    (["serve", "tiny-lm", "--host", "no.such.host.invalid"], 2, "cannot listen on no.such.host.invalid:8000: "),
+    (["serve", "tiny-lm", "--host", "a..b"], 2, "cannot listen on a..b:8000: "),
     (["serve", "tiny-lm", "--port", "0", "--max-bytes", "9KB", "--quiet"], 1, "max_bytes=9000"),
     (["bench", *TINY, "--context", "4095", "--quiet"], 2, "add up to 4113 tokens"),
     (["bench", *TINY, "--caches", "dens", "--quiet"], 2, "unknown cache 'dens': did you mean dense"),
@@ -236,7 +236,7 @@ def test_another_server_got_the_address(monkeypatch: pytest.MonkeyPatch, capfd: 
         port = str(other.getsockname()[1])
         address = ["--host", "127.0.0.1", "--port", port]
         assert main(["serve", "tiny-lm", *address, "--max-bytes", "16MB", "--device", "cpu", "--quiet"]) == 1
-    assert f"hf-diffkv: cannot listen at 127.0.0.1:{port}: Address already in use." in capfd.readouterr().err
+    assert f"hf-diffkv: cannot listen on 127.0.0.1:{port}: Address already in use." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["generate", "-"], ["chat", "--load", "nothing"], ["--version"]])

@@ -167,7 +167,7 @@ def test_methods_of_other_environments_are_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(EvaluationError, match="'kvpress' is measured by benchmarks/quality/peers.py in a checkout"):
         DiffKVLM("no-model", cache="kvpress:snapkv+0.5")
     monkeypatch.setattr(DenseMethod, "environment", SimpleNamespace(name="elsewhere"))
-    with pytest.raises(EvaluationError, match="needs an environment of its own .elsewhere.; use benchmarks/quality"):
+    with pytest.raises(EvaluationError, match="needs its own environment .elsewhere.; use benchmarks/quality"):
         DiffKVLM("no-model", cache="dense")
 
 
