@@ -199,7 +199,7 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: Tokens) -> None:
     ) -> tuple[Any, Any]:
         return torch.zeros_like(query), tokens.received.clone() if store.layout.selects else None
 
-    with mock.patch("hf_diffkv.store.prompt.attend_beside", found):
+    with mock.patch("hf_diffkv.store.prompt.attend_with_past", found):
         attend_all(model, cache, tokens)
 
 

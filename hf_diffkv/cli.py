@@ -65,8 +65,8 @@ class Commands(click.Group):
     name=PROGRAM,
     help="A KV cache for Transformers models that stores keys and values in few bits, as many as each attention head "
     "needs; it can also choose tokens and prune, as DiffKV does.",
-    epilog="Every command has its own --help. Exit codes: 0 done, 1 failed or with a bad result, 2 wrong "
-    "usage, 130 interrupted.",
+    epilog="Each command has its own --help. Exit codes: 0 success, 1 failure or a bad result, 2 wrong usage, 130 "
+    "interrupted.",
 )
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 def hf_diffkv() -> None:

@@ -81,7 +81,7 @@ class Feature:
         if self._is_older():
             needed = ".".join(map(str, self.since))
             raise ImportError(
-                f"this needs transformers>={needed}, and this is {_version()}, so {self.lost}, or upgrade transformers."
+                f"this needs transformers>={needed}, but this is {_version()}, so {self.lost}, or upgrade transformers."
             )
         missing = self.missing()
         if missing:
@@ -93,7 +93,7 @@ class Feature:
     def _complaint(self, missing: list[str]) -> str:
         return (
             f"transformers {_version()} changed {', '.join(missing)}, so {self.lost}; please report it with the "
-            "release's number."
+            "version number."
         )
 
 
@@ -156,7 +156,8 @@ SETTING_BACK = Feature(
     ),
 )
 OWN_CACHE = Feature(
-    "generate() takes a cache that it made itself for one of the user's, and looks for the end of a text more often",
+    "generate() mistakes a cache that it made itself for one of the user's, and checks for the end of a text more "
+    "often",
     names_of(f"{_GENERATION_MIXIN}._prepare_cache_for_generation", "_is_user_defined"),
 )
 PROMPTS = Feature(
@@ -191,7 +192,7 @@ SLIDING_GRAPHS = Feature(
     ),
 )
 ATTENTION = Feature(
-    "the attention that a model has is not known, and not set back after it was switched to 'diffkv'; call "
+    "a model's attention is unknown, and not restored after it was switched to 'diffkv'; call "
     "model.set_attn_implementation",
     names_of("transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
 )

@@ -45,7 +45,7 @@ def _installed_from() -> str | None:
     return folder if address.scheme == "file" and Path(folder, "packages").is_dir() else None
 
 
-def beside(module: str, extra: str) -> ModuleType:
+def import_extra(module: str, extra: str) -> ModuleType:
     """Imports a module of another distribution.
 
     Raises:

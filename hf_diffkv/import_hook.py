@@ -91,7 +91,7 @@ def complaint() -> str | None:
     if version is None or tuple(int(part) for part in version.split(".")[:2]) >= OLDEST:
         return None
     oldest = ".".join(map(str, OLDEST))
-    return f"hf_diffkv needs transformers>={oldest}, and this is {version}; pip install 'transformers>={oldest}'."
+    return f"hf_diffkv needs transformers>={oldest}, but this is {version}; pip install 'transformers>={oldest}'."
 
 
 def remove_name() -> None:
@@ -119,7 +119,7 @@ def _register_now() -> None:
             importlib.import_module(name).register()
     except ImportError as error:
         # the release lacks a needed name, but the import of Transformers must still succeed
-        warnings.warn(f'"diffkv" is not registered: {error}; please report it with the release\'s number', stacklevel=2)
+        warnings.warn(f'"diffkv" is not registered: {error}; please report it with the version number', stacklevel=2)
 
 
 def _loaded(name: str) -> None:

@@ -2,9 +2,9 @@
 
 import sys
 
-from .extras import beside
+from .extras import import_extra
 
-module = beside("hf_diffkv_serving.lmcache", "serve")
+module = import_extra("hf_diffkv_serving.lmcache", "serve")
 if __name__ == "__main__":
     module.main()
 else:

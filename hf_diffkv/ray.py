@@ -2,6 +2,6 @@
 
 import sys
 
-from .extras import beside
+from .extras import import_extra
 
-sys.modules[__name__] = beside("hf_diffkv_serving.ray", "ray")
+sys.modules[__name__] = import_extra("hf_diffkv_serving.ray", "ray")

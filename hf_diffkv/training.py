@@ -82,7 +82,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
         if getattr(tokenizer, "pad_token_id", None) is None:
             raise ValueError(
                 "the prompts need a tokenizer with a pad token: pass processing_class=tokenizer to the Trainer, and "
-                "set tokenizer.pad_token where it is missing."
+                "set tokenizer.pad_token if it is missing."
             )
         if every_steps is not None and _wanted(trainer.args) is not None:
             raise ValueError(
@@ -136,7 +136,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
         dense, compressed = [], []
         counted = {"bytes": 0, "payload_bytes": 0, "dense_bytes": 0}
         size = self.trainer.args.per_device_eval_batch_size
-        with undisturbed(model):
+        with evaluation_mode(model):
             for start in range(0, len(self.prompts), size):
                 batch = self.prompts[start : start + size]
                 dense += self._generate(model, batch, {"cache_implementation": "dynamic"})
@@ -174,7 +174,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
 
 
 @contextmanager
-def undisturbed(model: PreTrainedModel) -> Iterator[None]:
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Puts `model` into evaluation mode within the block, and restores modes, attention and random state afterwards."""
     text_config = model.config.get_text_config(decoder=True)
     attention = attention_of(text_config)

@@ -68,14 +68,14 @@ def document_of(text: str, tokenizer: Any, seed: int, length: int, further: int)
 @contextmanager
 def without_attention() -> Iterator[None]:
     """Skips the attention of prompts, whose output is not used."""
-    attend = store_prompt.attend_beside
+    attend = store_prompt.attend_with_past
 
     def skip(store: Any, layer: int, past: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
         if store.observation_window != 0:
             return attend(store, layer, past, query, key, value, *args, **kwargs)
         return query.new_zeros(*query.shape[:-1], value.shape[-1]), None
 
-    with patch.object(store_prompt, "attend_beside", skip):
+    with patch.object(store_prompt, "attend_with_past", skip):
         yield
 
 

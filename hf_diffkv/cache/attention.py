@@ -173,8 +173,8 @@ def _check_not_moved(key: Tensor) -> None:
         if awaited.shape == key.shape and layer.store.device != key.device and awaited.thread == threading.get_ident():
             layer.give_up()
             raise HandOverError(
-                "layers that share keys and values are on several devices; call cache.attach(model) before the first "
-                "forward (generate() does it)."
+                "layers that share keys and values are on different devices; call cache.attach(model) before the "
+                "first forward (generate() does it)."
             )
 
 
@@ -257,15 +257,15 @@ def split_mask(
     last = mask[:, 0, -1]
     if tokens > 1 and not bool((mask[..., :past] == last[:, None, None, :past]).all()):
         raise HandOverError(
-            "this attention mask hides some past tokens from some of the new ones only; once compressed, a past token "
-            "can only be attended by all that follow or, from some forward on, by none."
+            "this attention mask hides some past tokens from only some of the new ones; once compressed, a past token "
+            "must be visible to all later tokens or, from some forward on, to none."
         )
     valid, new = last[:, past:], mask[..., past:]
     if tokens > 1 and _shows_padding(new[:, 0], valid):
         raise HandOverError(
-            "this attention mask hides new tokens from the last of them, which makes them padding, but shows them to "
-            "others; let the last new token see all that are not padding, and give texts that are packed into one row "
-            "as rows of a batch."
+            "this attention mask hides new tokens from the last one, which marks them as padding, but shows them to "
+            "others; let the last new token see every token that is not padding, and pass texts packed into one row "
+            "as separate rows of a batch."
         )
     return last[:, :past], valid, new
 
@@ -284,7 +284,9 @@ def _as_bool(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        raise HandOverError(f"'diffkv' attention cannot use a mask of {mask.dtype}; pass mask.bool(), True where seen.")
+        raise HandOverError(
+            f"'diffkv' attention cannot use a mask of {mask.dtype}; pass mask.bool(), with True for visible keys."
+        )
     lowest = torch.finfo(mask.dtype).min / 2
     if not bool(((mask == 0) | (mask < lowest)).all()):
         raise HandOverError("'diffkv' attention cannot add a bias to the logits; the mask may only allow or forbid.")
@@ -329,7 +331,7 @@ def attend_at(
     if not reads and layer.pending is None:  # otherwise `update` ran outside the graph
         layer.announce(key, value)
     output = _attend_now(layer, query, key, value, mask, softmax).contiguous()
-    if not layer.stores.beside_others:  # otherwise the other layers get their tokens after the graph has run
+    if not layer.stores.has_other_layers:  # otherwise the other layers get their tokens after the graph has run
         layer.done()
     return output
 

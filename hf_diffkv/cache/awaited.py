@@ -42,15 +42,15 @@ class AwaitedTokens:
         fits = earlier >= 0 and self.shape == key.shape and query.device == key.device
         if not (fits and self._is_same(mask, count)):
             raise HandOverError(
-                "a layer that reads the keys and values of an earlier layer has another attention mask, or runs on "
-                "another device; such a model cannot use DiffKVCache."
+                "a layer that reads the keys and values of an earlier layer has a different attention mask or runs on "
+                "a different device; this model cannot use DiffKVCache."
             )
         if count > 1 and earlier and mask is not None and mask.ndim == 4:
             part = mask[..., -self.shape[2] :][..., :earlier]
             if not bool((part == part[:, :, -1:]).all()):
                 raise HandOverError(
-                    "this attention mask hides some new tokens from some of the last ones only, where layers that "
-                    "read the keys and values of an earlier layer attend from those alone; pass logits_to_keep=0."
+                    "this attention mask hides some new tokens from only some of the last ones, the only queries of "
+                    "layers that read an earlier layer's keys and values; pass logits_to_keep=0."
                 )
 
     def _is_same(self, mask: Tensor | None, count: int) -> bool:

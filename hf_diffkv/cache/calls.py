@@ -102,14 +102,14 @@ class Call:
             return False
         if given is not None and given is not cache:
             raise CacheNotUsedError(
-                f"{self._name} replaced the DiffKVCache that generate() was given by a {type(given).__name__}; it "
-                "cannot use DiffKVCache."
+                f"{self._name} replaced the DiffKVCache passed to generate() with a {type(given).__name__}; it cannot "
+                "use DiffKVCache."
             )
         if given is None:
             dropped = self._drops_it(cache, input_ids, arguments)
         elif self._checked and not cache.get_seq_length():
             raise CacheInUseError(
-                "the cache was emptied while generate() uses it; call cache.reset() when the call has returned."
+                "the cache was emptied while generate() was using it; call cache.reset() after the call has returned."
             )
         self._before = cache.get_seq_length()
         return dropped
@@ -126,14 +126,14 @@ class Call:
             if self.chooses:
                 return False
             raise CacheNotUsedError(
-                f"{self._name} dropped the DiffKVCache that generate() was given, with its {seen} tokens; it cannot "
-                "use DiffKVCache."
+                f"{self._name} dropped the DiffKVCache passed to generate(), with its {seen} tokens; it cannot use "
+                "DiffKVCache."
             )
         length = text_length(arguments)
         if self.in_chunks or length not in (None, known) or arguments.get("inputs_embeds") is not None:
             raise CacheNotUsedError(
-                f"the text grows longer than original_max_position_embeddings={bound}, where {self._name} computes all "
-                f"of it anew, but it was given {known} tokens and the {seen} of a cache; pass the whole text as "
+                f"the text grows longer than original_max_position_embeddings={bound}, where {self._name} recomputes "
+                f"all of it, but it was given only {known} tokens and a cache of {seen}; pass the whole text as "
                 "input_ids, earlier tokens included, without prefill_chunk_size."
             )
         cache.held_tokens.check(input_ids, arguments.get("attention_mask"), seen)
@@ -184,8 +184,8 @@ class Call:
     def _check_longer(self, before: int) -> None:
         if self.cache is not None and self.cache.get_seq_length() <= before:
             raise CacheNotUsedError(
-                f"{self._name} computed tokens without giving their keys and values to the DiffKVCache that generate() "
-                "was given; it cannot use DiffKVCache."
+                f"{self._name} computed tokens without passing their keys and values to the DiffKVCache given to "
+                "generate(); it cannot use DiffKVCache."
             )
 
     @property

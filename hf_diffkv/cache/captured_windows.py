@@ -102,4 +102,4 @@ def _update(
 
 
 def _length(layer: DynamicSlidingWindowLayer, *args: Any) -> NoReturn:
-    raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
+    raise NotCapturableError("this model's forward reads the length of the cache, which changes with every step")

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.generation.utils import GenerationMixin
 
 from ..compat import BATCHING_BY_NAME, CACHE_NAMES, Wrapped, is_paused_here, kept_manager, passed
-from ..extras import beside
+from ..extras import import_extra
 from ..import_hook import NAME
 from .diffkv_cache import DiffKVCache
 from .errors import ModelInUseError
@@ -43,9 +43,9 @@ def check_no_manager(model: Any) -> None:
         lent = is_paused_here(manager) and not getattr(manager, "replaces_layers", False)
         if manager.is_running() and not lent:
             raise ModelInUseError(
-                f"continuous batching runs on this {type(model).__name__}, whose attention generate() would have to "
-                "change under its requests; give it the prompt (generate_batch, manager.add_request), "
-                "call manager.stop() first, or load the model a second time."
+                f"continuous batching is running on this {type(model).__name__}, and generate() would have to change "
+                "its attention in the middle of requests; submit the prompt there (generate_batch, "
+                "manager.add_request), call manager.stop() first, or load the model a second time."
             )
 
 
@@ -53,8 +53,8 @@ def check_no_call(model: Any) -> None:
     """Raises `ModelInUseError` while a `generate()` call with a `DiffKVCache` runs on `model`."""
     if needs_diffkv(model):
         raise ModelInUseError(
-            f"a generate() call with a DiffKVCache runs on this {type(model).__name__}, and continuous batching would "
-            "change its attention; start it when the call has returned, or load the model a second time."
+            f"a generate() call with a DiffKVCache is running on this {type(model).__name__}, and continuous batching "
+            "would change its attention; start it after the call has returned, or load the model a second time."
         )
 
 
@@ -70,7 +70,7 @@ def _wrap(original: Callable) -> Callable:
             manager = original(self, generation_config, *args, **kwargs)
         else:
             # imported here, as it relies on private names of Transformers that nothing else needs
-            batching = beside("hf_diffkv_serving.batching.manager", "serve")
+            batching = import_extra("hf_diffkv_serving.batching.manager", "serve")
             manager = batching.make_manager(self, chosen, *args, **kwargs)
         _made.setdefault(self, weakref.WeakSet()).add(manager)
         return manager

@@ -33,7 +33,7 @@ from .other_layers import (
     empty_other_layers,
     ends_forwards,
     has_states,
-    let_go_of_prompt,
+    release_prompt,
     stand_ins,
     without_gradients,
 )
@@ -109,7 +109,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         compressed = self.compressed_layers()
         self._first_compressed = next((i for i in compressed if i in here), -1)
         self._last_layer = max(here, default=0)
-        self.stores.beside_others = len(compressed) < len(self.layers)
+        self.stores.has_other_layers = len(compressed) < len(self.layers)
         self.stores.turns.last_layer = ends_forwards(self.layers, here) if compressed else -1
         for layer_idx in compressed:
             self.layers[layer_idx].is_last = layer_idx == self._last_layer
@@ -157,7 +157,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.stores.reach_other(layer_idx, layer)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        let_go_of_prompt(layer)
+        release_prompt(layer)
         # otherwise the forward ends when its thread begins the next one or is seen outside it
         is_last = layer_idx == self._last_layer and not has_states(layer)
         self.stores.turns.layer_done(is_last, self.stores.awaited is not None)
@@ -169,9 +169,9 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         name = None if model is None else attention_of(model.config.get_text_config(decoder=True))
         if is_stock_attention(name):
             raise HandOverError(
-                f"{type(model).__name__} has the attention {name!r}, which cannot use a DiffKVCache: generate() sets "
-                'attention back when it returns. Call model.set_attn_implementation("diffkv") before you call the '
-                "model yourself; the cache is as it was."
+                f"{type(model).__name__} uses the attention {name!r}, which cannot use a DiffKVCache: generate() "
+                'restores attention when it returns. Call model.set_attn_implementation("diffkv") before calling the '
+                "model yourself; the cache is unchanged."
             )
 
     def check_handover(self) -> None:
@@ -184,10 +184,10 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         if self.stores.pending is not None:
             raise HandOverError(
                 f"layer {self._compressed_layers[self.stores.pending]} gave keys and values to DiffKVCache but its "
-                'attention function never picked them up. Call model.set_attn_implementation("diffkv") before you call '
-                "the model yourself (generate() sets attention back when it returns); if that is done, this "
-                "model changes keys or values after caching them and cannot "
-                "use DiffKVCache. Call cache.reset() before using this cache again."
+                'attention function never picked them up. Call model.set_attn_implementation("diffkv") before calling '
+                "the model yourself (generate() restores attention when it returns); if you already do, this model "
+                "changes keys or values after caching them and cannot use DiffKVCache. Call cache.reset() before "
+                "using this cache again."
             )
 
     def check_layers(self, model: Any) -> None:
@@ -196,7 +196,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
         if mine != [type(layer) for layer in cache_layers(text_config)]:
             raise ValueError(
-                f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
+                f"this cache was made for another model: its layers do not match {type(model).__name__}; use "
                 "DiffKVCache(model.config)."
             )
 
@@ -267,8 +267,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         layer = self._filled_layer(layer_idx)
         if not layer.store.layout.selects:
             raise ValueError(
-                f"layer {layer_idx} of this cache keeps no significance, as every token of a head has one precision; "
-                "give DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
+                f"layer {layer_idx} of this cache tracks no significance because all tokens of a head have the same "
+                "precision; give DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
             )
         return read_tokens(layer.store, layer.slot).score
 
@@ -282,8 +282,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         """Returns a compressed layer that holds tokens. Raises `ValueError` for any other layer."""
         if not isinstance(layer_idx, Integral):
             raise ValueError(
-                f"layer_idx={layer_idx!r} must be an integer: pass the layer, one of compressed_layers(), which are "
-                f"{self.compressed_layers()}."
+                f"layer_idx={layer_idx!r} must be an integer, one of compressed_layers(): {self.compressed_layers()}."
             )
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
@@ -310,7 +309,9 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             OSError: the files cannot be written; an earlier cache's files stay in place.
         """
         if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
-            raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")
+            raise ValueError(
+                "model's configuration is not the one this cache was made for; pass the model of this cache."
+            )
         save_cache(self, save_directory, model)
 
     @classmethod
@@ -341,7 +342,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
         if device is not None:
             raise ValueError(
-                f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
+                f"device={device} cannot be combined with a model, whose layers determine where the cache goes; "
+                "leave it out."
             )
         parallel, devices = TensorParallel.of(model), layer_devices(model)
         return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
@@ -437,7 +439,8 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             tokens_to_remove = tokens_to_remove.item()
         if not isinstance(tokens_to_remove, Integral) or tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove={tokens_to_remove!r} must be an integer, 0 or negative: minus the tokens to remove."
+                f"tokens_to_remove={tokens_to_remove!r} must be 0 or a negative integer: minus the number of "
+                "tokens to remove."
             )
         self.check_handover()
         # with two tokenizers, an assistant's text may change further back; it is then given all of it again
@@ -463,14 +466,16 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             # Transformers' own layers cannot be cropped while empty
             elif seen and i not in self.stand_ins and (tokens_to_remove < 0 or getattr(layer, "record_past", True)):
                 layer.crop(tokens_to_remove)
-                let_go_of_prompt(layer)
+                release_prompt(layer)
         if seen and not self.get_seq_length():
             empty_other_layers(self.layers)
         self.held_tokens.crop(seen, -tokens_to_remove)
         self.stores.broken = False
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")
+        raise NotImplementedError(
+            "DiffKVCache allocates memory with the first keys and values; no preparation is needed."
+        )
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Returns -1, no maximum. Older name for `get_max_length`."""

@@ -23,14 +23,14 @@ class UnsupportedModelError(ValueError):
 
 def forward_under_way() -> HandOverError:
     """Returns the error for reading or changing a cache from within a forward."""
-    return HandOverError("a forward is under way; look at the cache when it has returned.")
+    return HandOverError("a forward is in progress; inspect the cache after it has returned.")
 
 
 def stopped_halfway() -> HandOverError:
     """Returns the error for a cache whose last forward or change did not finish."""
     return HandOverError(
-        "an earlier forward with this cache stopped halfway, or another change of it did, so what it holds is not "
-        "whole; call cache.reset() and start over."
+        "an earlier forward with this cache, or another change to it, stopped halfway, so its contents are "
+        "incomplete; call cache.reset() and start over."
     )
 
 

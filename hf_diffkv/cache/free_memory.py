@@ -36,7 +36,7 @@ def free_bytes(device: torch.device) -> int:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "cpu":
         return min([psutil.virtual_memory().available, *_left_in_groups()])
-    raise ValueError(f"how much memory is free on {device} is not known; give max_bytes as a size such as '3GB'.")
+    raise ValueError(f"the amount of free memory on {device} is unknown; give max_bytes as a size such as '3GB'.")
 
 
 def _left_in_groups() -> list[int]:

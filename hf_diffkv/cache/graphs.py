@@ -346,9 +346,11 @@ def within_graph(asked: CompileConfig) -> CompileConfig:
 
     modes = list_mode_options()
     if asked.mode is not None and asked.mode not in modes:
-        raise ValueError(f"compile_config.mode={asked.mode!r} is not known; use one of {sorted(modes)} or None.")
+        raise ValueError(f"compile_config.mode={asked.mode!r} is unknown; use one of {sorted(modes)} or None.")
     if asked.options and asked.mode not in _default_modes():
-        raise ValueError("compile_config has a mode and options, which torch.compile does not take together; set one.")
+        raise ValueError(
+            "compile_config sets both mode and options, which torch.compile does not accept together; set only one."
+        )
     options = {**modes.get(asked.mode, {}), **(asked.options or {}), _CUDAGRAPHS: False}
     return CompileConfig(asked.fullgraph, dynamic, "inductor", None, options)
 
@@ -383,6 +385,6 @@ def not_compiled(model: Any, asked: CompileConfig, error: Exception) -> None:
     cause = getattr(error, "inner_exception", error)
     reason = [type(cause).__name__, *str(cause).strip().splitlines()[:1]]
     _logger.warning(
-        "the forward is not compiled as compile_config asks; decode steps are captured as they are: %s",
+        "the forward is not compiled as compile_config requests; decode steps are captured uncompiled: %s",
         ": ".join(reason),
     )

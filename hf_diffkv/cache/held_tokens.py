@@ -91,11 +91,11 @@ class HeldTokens:
         column = int(columns.int().argmax())
         row, position = int(other[:, column].int().argmax()), int(place[column])
         raise ValueError(
-            f"input_ids do not begin with the tokens that the cache holds: they part at position {position} of "
-            f"sequence {row}, where the cache has token {int(held[row, column])} and input_ids "
-            f"{int(input_ids[row, position])}. To continue, pass the whole conversation with the very ids that "
-            "generate() was given and returned; for another prompt, and after beam search, which leaves other beams "
-            "than the returned one, call cache.reset() or use a new DiffKVCache."
+            f"input_ids do not begin with the tokens that the cache holds: they differ from position {position} of "
+            f"sequence {row} on, where the cache has token {int(held[row, column])} and input_ids "
+            f"{int(input_ids[row, position])}. To continue, pass the whole conversation with exactly the ids that "
+            "generate() was given and returned; for another prompt, or after beam search, which leaves beams other "
+            "than the returned one in the cache, call cache.reset() or use a new DiffKVCache."
         )
 
     def crop(self, seen: int, tokens: int) -> None:

@@ -94,10 +94,12 @@ def load_cache(
     snapshot = load_snapshot(folder, parallel, torch.device("cpu") if devices else other_device)
     model_config = configuration_of(model)
     if not is_fingerprint_of(snapshot.content["model"], model_config):
-        raise CacheFileError(f"{folder} was saved with another model configuration; load it with the model it is of.")
+        raise CacheFileError(
+            f"{folder} was saved with another model configuration; load it with the model it belongs to."
+        )
     weights = snapshot.content["weights"]
     if weights is not None and model is not model_config and weights != weights_fingerprint(model):
-        raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
+        raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it belongs to.")
     try:
         cache = restore_snapshot(make_cache, snapshot, model, devices, other_device)
     except CacheFileError as error:
@@ -128,7 +130,7 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
         if not needed.is_file():
             raise FileNotFoundError(
                 f"{needed} does not exist; write it with cache.save_pretrained first, in as many tensor-parallel "
-                "processes as load it."
+                "processes as you load it in."
             )
     content = _read_json(json_path)
     data = path.read_bytes() if device is None else None
@@ -142,8 +144,8 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
         ) from error
     if content["format_version"] < FIRST_WITHOUT_SCORES and not config.selects:
         raise CacheFileError(
-            f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which this one does not "
-            "keep for such a configuration; read its text with the model again and save the new cache."
+            f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which this version does "
+            "not keep for such a configuration; run the model on its text again and save the new cache."
         )
     try:
         return Snapshot(content, load_file(path, device=str(device)) if data is None else load(data))
@@ -167,7 +169,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CacheFileError(f"{path} is not a saved DiffKV cache: its format version is {version!r}.")
     if version not in READABLE_VERSIONS:
         raise CacheFileError(
-            f"{path} has format version {version}, this hf_diffkv reads versions up to {FORMAT_VERSION}; "
+            f"{path} has format version {version}, but this hf_diffkv reads versions up to {FORMAT_VERSION}; "
             + ("upgrade hf_diffkv." if version > FORMAT_VERSION else "save the cache again.")
         )
     if content.pop("checksum", None) != _checksum(content):

@@ -48,8 +48,8 @@ def wrap_classes(text_config: Any, model: Any) -> None:
         found = _classes_of(text_config)
     if not found or any(_parameters(owner) != EXPAND_PARAMETERS for owner in found):
         raise UnsupportedModelError(
-            f"{text_config.model_type} has latents (multi-head latent attention), but its code does not expand them in "
-            "the way that Transformers' own models do, so DiffKVCache cannot be used; use DynamicCache."
+            f"{text_config.model_type} has latents (multi-head latent attention), but its code does not expand them "
+            "the way Transformers' own models do, so DiffKVCache cannot be used; use DynamicCache."
         )
     for owner in found:
         if not any(getattr(vars(base).get(EXPAND_METHOD), "_diffkv", False) for base in owner.__mro__):
@@ -83,8 +83,8 @@ def check_latent_model(model: Any) -> None:
     size = TensorParallel.of(model).size
     if size > 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is split among {size} processes (tensor parallelism), with which "
-            "DiffKVCache cannot be used for models that cache latents; load it without tp_plan, or use DynamicCache."
+            f"{type(model).__name__} is split among {size} processes (tensor parallelism), which DiffKVCache does not "
+            "support for models that cache latents; load it without tp_plan, or use DynamicCache."
         )
     wrap_classes(model.config.get_text_config(decoder=True), model)
 

@@ -94,13 +94,13 @@ def weight_of(linear: nn.Module, latent: Tensor) -> Tensor:
         return linear.weight.to(latent.dtype)
     if any(hasattr(parameter, "to_local") for parameter in linear.parameters()):
         raise UnsupportedModelError(
-            "this model's projections of latents are split among processes (tensor parallelism), which DiffKVCache "
-            "cannot use for latents; load the model without tp_plan, or use DynamicCache."
+            "this model's latent projections are split among processes (tensor parallelism), which DiffKVCache does "
+            "not support; load the model without tp_plan, or use DynamicCache."
         )
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
-            f"the projection of latents is a {type(linear).__name__}, whose weights a compiled forward cannot read; "
-            "run the model uncompiled, or use DynamicCache."
+            f"the latent projection is a {type(linear).__name__}, whose weights a compiled forward cannot read; run "
+            "the model uncompiled, or use DynamicCache."
         )
     state = (latent.dtype, latent.device, latent.shape[-1], *_state(linear))
     known = _copies.get(linear)
@@ -139,13 +139,13 @@ def _dense(linear: nn.Module, latent: Tensor) -> Tensor:
     name = type(linear).__name__
     if not bool(rows.isfinite().all()) or bool(zero.any()):
         raise UnsupportedModelError(
-            f"the projection of latents is a {name} with a bias or with weights that are not finite, with which "
-            "DiffKVCache cannot attend to latents; use DynamicCache."
+            f"the latent projection is a {name} with a bias or with weights that are not finite, so DiffKVCache cannot "
+            "attend to latents; use DynamicCache."
         )
     expected = inputs[-1].float() @ rows.float()
     if bool((probed[0].float() - expected).norm() > LARGEST_ERROR * expected.norm()):
         raise UnsupportedModelError(
-            f"the projection of latents is a {name} that is no product with a matrix, so DiffKVCache cannot attend to "
+            f"the latent projection is a {name} that is not a plain matrix product, so DiffKVCache cannot attend to "
             "latents; use DynamicCache, or put the model into evaluation mode."
         )
     return rows.mT.contiguous()

@@ -387,8 +387,8 @@ class DiffKVLayer(CacheLayerMixin):
         awaited = self.awaited
         if awaited is None:
             raise HandOverError(
-                "a layer reads keys and values that are stored already: more layers share them than the model's "
-                "configuration says, so it cannot use DiffKVCache."
+                "a layer reads keys and values that are already stored: more layers share them than the model's "
+                "configuration states, so it cannot use DiffKVCache."
             )
         try:
             with _without_gradients(), self._in_step(query.device, self.stores.recording or key.shape[2] > 1):
@@ -430,7 +430,9 @@ class DiffKVLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Returns `seen`, or, for a layer that runs in another process, the most that layers here have seen."""
         if self.stores.capturing:
-            raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
+            raise NotCapturableError(
+                "this model's forward reads the length of the cache, which changes with every step"
+            )
         return max(self.stores.seen) if self.index in self.stores.absent else self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:

@@ -148,7 +148,7 @@ def check_dtype(layer: Any, key_states: Tensor) -> None:
     if isinstance(held, Tensor) and held.dtype != key_states.dtype:
         raise ValueError(
             f"this cache holds {held.dtype} but the model gave {key_states.dtype}; use a new DiffKVCache, or the model "
-            "in the dtype that it had."
+            "in its earlier dtype."
         )
 
 
@@ -159,8 +159,8 @@ def check_croppable(layer: Any, tokens_to_remove: int) -> None:
     states = getattr(layer, "recurrent_states", None) or {}
     if any(state is not None for state in states.values()):
         raise ValueError(
-            f"cannot remove {-tokens_to_remove} tokens: the recurrent states of a {type(layer).__name__} cannot give "
-            "tokens back. Keep a copy.deepcopy of the cache."
+            f"cannot remove {-tokens_to_remove} tokens: the recurrent states of a {type(layer).__name__} cannot be "
+            "rolled back. Keep a copy.deepcopy of the cache."
         )
     if getattr(layer, "record_past", True):
         return
@@ -177,7 +177,7 @@ def has_states(layer: Any) -> bool:
     return hasattr(layer, "conv_states")
 
 
-def let_go_of_prompt(layer: Any) -> None:
+def release_prompt(layer: Any) -> None:
     """Copies what a sliding window keeps of a prompt, all of which it would otherwise hold until the next step."""
     for name in ("keys", "values"):
         kept = getattr(layer, name, None)

@@ -94,8 +94,8 @@ def _check_is_cache(cache: Any) -> None:
     if name or cache is DiffKVCache or isinstance(cache, DiffKVConfig):
         shown = "the class DiffKVCache" if cache is DiffKVCache else repr(cache)
         raise ValueError(
-            f"cache is {shown}, which is no cache; pass cache=DiffKVCache(model), with a preset or configuration as "
-            "its second argument, or cache_implementation='diffkv', with cache_config=... beside it."
+            f"cache is {shown}, which is not a cache; pass cache=DiffKVCache(model), with a preset or configuration as "
+            "its second argument, or cache_implementation='diffkv' and cache_config=... together."
         )
 
 
@@ -111,7 +111,7 @@ def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
     ours = given in PRESETS if isinstance(given, str) else isinstance(given, DiffKVConfig)
     if ours or (isinstance(given, Mapping) and given and set(given) <= known):
         warnings.warn(
-            "cache_config is for a DiffKVCache, and nothing reads it without cache_implementation='diffkv'.",
+            "cache_config is for a DiffKVCache and has no effect without cache_implementation='diffkv'.",
             stacklevel=4,
         )
 
@@ -156,8 +156,8 @@ def _check_inputs(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     ends = mask.any(-1) & (mask[:, -1] == 0)
     if bool(ends.any()):
         remedy = (
-            "pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these are tokens that "
-            "merely have the padding's id"
+            "pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these are real tokens "
+            "that share the padding's id"
         )
         if model_kwargs.get("inputs_embeds") is not None:
             remedy = "move the padding of inputs_embeds and attention_mask in front of the prompts"
@@ -255,8 +255,9 @@ def _wrap(original: Callable) -> Callable:
             model_kwargs |= passing(made)
         if generation_config.output_attentions:
             warnings.warn(
-                "a DiffKVCache gives no attention weights, so `attentions` stays empty; cache.significance(layer_idx) "
-                'has what each token received if levels depend on it, as with DiffKVConfig(low="K4V2").',
+                "a DiffKVCache returns no attention weights, so `attentions` stays empty; "
+                "cache.significance(layer_idx) has what each token received when levels depend on it, as with "
+                'DiffKVConfig(low="K4V2").',
                 stacklevel=3,
             )
         call = current_call(self)

@@ -229,7 +229,7 @@ def levels_of_request(
             empty.
     """
     if head is not None and layer_idx is None:
-        raise ValueError(f"head={head} needs layer_idx, the layer it is in.")
+        raise ValueError(f"head={head} needs layer_idx, the layer that contains it.")
     chosen = cache.compressed_layers() if layer_idx is None else [layer_idx]
     if not chosen:
         raise ValueError("no layer of this cache is compressed, so there are no levels.")

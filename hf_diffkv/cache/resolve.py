@@ -9,7 +9,7 @@ from typing import Any
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..heads.allocation import SENSITIVITY
 from ..heads.harm import HarmBetween, harm_of
-from ..heads.lookup import measured_of, queries_of, tell_of_queries
+from ..heads.lookup import measured_of, queries_of, suggest_query_calibration
 from ..heads.query_moments import QueryMoments
 from ..heads.sensitivity import Sensitivity
 from ..ops.rounding import LARGEST_BITS
@@ -44,7 +44,7 @@ def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fiel
         return DiffKVConfig.for_model(model, **fields)
     for name in ("preset", "target_ratio"):
         if name in fields:
-            raise ValueError(f"{name} chooses a configuration; leave it out, or give no config beside it.")
+            raise ValueError(f"{name} chooses a configuration; leave out either it or config.")
     return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config
 
 
@@ -66,7 +66,7 @@ def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
     path = queries_of(model)
     if path is None:
         if config.head_precisions is not None:
-            tell_of_queries(model)
+            suggest_query_calibration(model)
         return None
     return QueryMoments.load(path)
 

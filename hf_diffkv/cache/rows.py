@@ -30,8 +30,8 @@ class ChosenRows:
         index = as_index("beam_idx", beam_idx)
         if index.dtype == torch.bool:
             raise ValueError(
-                f"beam_idx={index.tolist()} is a mask; pass the number of the former sequence for each new one, or "
-                "call batch_select_indices to keep some."
+                f"beam_idx={index.tolist()} is a mask; pass the index of the old sequence for each new one, or call "
+                "batch_select_indices to keep some."
             )
         self._select(index.long())
 
@@ -92,12 +92,12 @@ def as_index(name: str, given: Any) -> Tensor:
         index = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{name} is a {type(given).__name__}; pass a list or a tensor of one dimension, with an integer for each "
+            f"{name} is a {type(given).__name__}; pass a list or a one-dimensional tensor with an integer for each "
             "sequence."
         ) from error
     if index.ndim != 1 or (index.numel() > 0 and (index.is_floating_point() or index.is_complex())):
         raise ValueError(
-            f"{name} is {index.dtype} of shape {tuple(index.shape)}; pass a list or a tensor of one dimension, with an "
+            f"{name} is {index.dtype} of shape {tuple(index.shape)}; pass a list or a one-dimensional tensor with an "
             "integer for each sequence."
         )
     return index

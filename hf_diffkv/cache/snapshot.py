@@ -170,7 +170,7 @@ def restore_snapshot(
     if any(int(index) in cache.stores.absent for index in content["places"]):
         raise CacheFileError(
             "the saved cache holds layers that are not in this process, or that layers on another device read; under "
-            "pipeline parallelism save and load with a folder for each rank."
+            "pipeline parallelism, save and load one folder per rank."
         )
     for index, (store, slot, seen) in content["places"].items():
         device = devices.get(layers[int(index)].layer_idx, other_device)
@@ -210,8 +210,7 @@ def weights_fingerprint(model: Any) -> str:
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
             raise ValueError(
-                f"{name} is offloaded, so the weights of model cannot be compared with others; load it without "
-                "offloading."
+                f"{name} is offloaded, so model's weights cannot be compared with others; load it without offloading."
             )
         # this rank's part under tensor parallelism
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -224,7 +223,7 @@ def weights_fingerprint(model: Any) -> str:
 
 def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if store.revocable:
-        raise ValueError("some tokens may still be taken back; call cache.crop(0) before saving.")
+        raise ValueError("some tokens may still be rolled back; call cache.crop(0) before saving.")
     settle(store)
     store.look()
     table = store.table.table
@@ -270,7 +269,7 @@ def _restore_store(
     heads = KVHeads(**dims, dtype=getattr(torch, described["dtype"]), device=device, latent=stores.latent)
     configs = [stores.configs[layer] for layer in layers]
     if any(not same_pages(config, configs[0]) for config in configs):
-        raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")
+        raise CacheFileError("the saved cache groups layers that this version keeps separate; save the cache again.")
     store = stores.make_store(layers[0], len(slots), described["batch_size"], heads)
     # earlier releases had two precisions and no stages
     stage = described.get("stage", 0)
@@ -344,7 +343,7 @@ def _restore_stock(
     layer: Any, described: dict[str, Any], prefix: str, tensors: dict[str, Tensor], device: torch.device
 ) -> None:
     if described["type"] != type(layer).__name__:
-        raise CacheFileError(f"{prefix} was a {described['type']} and now is a {type(layer).__name__}.")
+        raise CacheFileError(f"{prefix} was a {described['type']} and is now a {type(layer).__name__}.")
     values = {name: {"tensor": name} for name in described["tensors"]} | described["plain"]
     for name, value in values.items():
         setattr(layer, name, _restore_value(value, prefix, tensors, device))

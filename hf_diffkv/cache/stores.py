@@ -99,7 +99,7 @@ class Stores:
         # turns of forwards and of other users of the cache
         self.turns = ForwardTurns()
         # whether the cache also has Transformers' own layers, and those before the first compressed one
-        self.beside_others = False
+        self.has_other_layers = False
         self.earlier = EarlierLayers()
         self.order = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.tensor_parallel = TensorParallel()
@@ -234,7 +234,7 @@ class Stores:
                 raise
             raise MemoryError(
                 f"a window of {config.window} and {config.sinks} sinks, which are held uncompressed from the start, do "
-                "not fit into memory; lower them or the batch size."
+                "not fit in memory; lower them or the batch size."
             ) from error
         store.moments, store.lowering.harm = self.moments, self._harm_of(store)
         return store

@@ -21,14 +21,14 @@ from .errors import UnsupportedModelError
 REFUSED_TYPES = {
     "diffllama": "splits values after caching them",
     "doge": "adds a learned bias to its attention logits",
-    "dory": "runs layers several times and adds layers of its own to the cache",
-    "git": "computes the attention of its text by itself",
+    "dory": "runs layers several times and adds its own layers to the cache",
+    "git": "computes text attention itself",
     "inkling_text": "adds a learned position bias to its attention logits",
     "inkling2_text": "adds a learned position bias to its attention logits",
     "inkling2_loop_text": "adds a learned position bias to its attention logits",
     "jetmoe": "repeats keys and values after caching them",
     "mllama_text_model": "keeps keys and values of images in layers that texts skip",
-    "minimax": "brings a cache class of its own",
+    "minimax": "brings its own cache class",
 }
 # Transformers' own layers that hold all tokens, or all of a window
 KNOWN_KINDS = (
@@ -85,7 +85,7 @@ def cache_layers(text_config: Any) -> list[Any]:
     if foreign:
         raise UnsupportedModelError(
             f"{text_config.model_type} keeps {', '.join(sorted(foreign))} in its cache: its layers choose the tokens "
-            "they attend to, and DiffKVCache cannot serve them; use DynamicCache."
+            "they attend to, which DiffKVCache does not support; use DynamicCache."
         )
     if layers and all(type(layer) is LinearAttentionLayer for layer in layers):
         raise UnsupportedModelError(

@@ -14,8 +14,8 @@ class CacheInUseError(RuntimeError):
 def in_use() -> CacheInUseError:
     """Returns the error for a second `generate()` call while the first still uses the cache."""
     return CacheInUseError(
-        "another generate() call is using this cache right now; wait until it has returned. Calls at the same time "
-        "need a cache each: before the first of them, take copy.deepcopy(cache) for a common prefix."
+        "another generate() call is using this cache right now; wait until it has returned. Concurrent calls need a "
+        "cache each: to share a prefix, make the copies with copy.deepcopy(cache) before the first call."
     )
 
 
@@ -52,7 +52,7 @@ class Usage:
             held = self.model
             if held is not None and held is not model:
                 raise CacheInUseError(
-                    f"this cache holds keys and values of another {type(held).__name__}; use a DiffKVCache per "
+                    f"this cache holds keys and values of another {type(held).__name__}; use one DiffKVCache per "
                     "model, or call cache.reset() first."
                 )
             if self._runs_elsewhere(run):
@@ -74,7 +74,7 @@ class Usage:
             if self._runs_elsewhere(None):
                 raise CacheInUseError(
                     "another generate() call is using this cache right now, which forks would disturb; fork it before "
-                    "that call begins, or when it has returned."
+                    "that call begins or after it has returned."
                 )
 
     def _runs_elsewhere(self, run: Any) -> bool:

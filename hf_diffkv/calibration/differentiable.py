@@ -52,8 +52,8 @@ def differentiable(model: nn.Module) -> Iterator[None]:
                 continue
             if not linear:
                 raise EvaluationError(
-                    f"heads are measured by gradients, which {type(module).__name__} ({name}) has none of; load the "
-                    "model without quantised weights."
+                    f"heads are measured by gradients, but {type(module).__name__} ({name}) has none; load the model "
+                    "without quantised weights."
                 )
             stack.enter_context(_passing_gradients(module))
         yield

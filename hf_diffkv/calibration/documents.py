@@ -46,7 +46,7 @@ def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: i
     """
     check_tokenizer(tokenizer)
     pieces = short_topics() if pieces is None else pieces
-    remedy = "lower --length, or give a longer text where you choose it"
+    remedy = "lower --length, or give a longer text if you choose it"
     found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, FOLLOWING, remedy)
     texts = [_counting_at(document, range(FOLLOWING)) for document in found[:TEXT_COUNT]]
     copies = [copying(document, tokenizer, index) for index, document in enumerate(found[TEXT_COUNT:])]

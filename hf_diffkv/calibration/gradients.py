@@ -89,7 +89,7 @@ class Following:
             each = iter(torch.autograd.grad(logits, leaves, weight))
         except RuntimeError as error:
             raise EvaluationError(
-                f"heads are measured by gradients, and {type(model).__name__} has none ({error}); load it without "
+                f"heads are measured by gradients, but {type(model).__name__} has none ({error}); load it without "
                 "quantised weights, or with kernels that can be differentiated."
             ) from error
         return [[next(each).float() for _ in layer.readings or ()] for layer in self._layers]

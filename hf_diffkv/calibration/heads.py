@@ -85,7 +85,7 @@ def measure(
     # an explicit configuration, so that nothing is looked up and no hint to calibrate is logged
     layers = len(DiffKVCache(model, DiffKVConfig.lossless()).compressed_layers())
     if not layers:
-        raise EvaluationError(f"{type(model).__name__} has no layers that are compressed.")
+        raise EvaluationError(f"{type(model).__name__} has no layers to compress.")
     _check_fit(model, documents)
     kept = Kept(model, output)
     sums = QuerySums(documents, kept.sums_path)

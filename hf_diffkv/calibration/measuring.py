@@ -64,10 +64,10 @@ class Bench:
         dense = found[DENSE]
         failed = _error(dense)
         if failed is not None:
-            raise EvaluationError(f"the dense cache fails: {failed}")
+            raise EvaluationError(f"the dense cache failed: {failed}")
         if math.isnan(self._figure(dense)):
             raise EvaluationError(
-                f"the dense cache gets nothing of task {self.task.name!r} right, so nothing can be lost; choose "
+                f"the dense cache gets nothing right in task {self.task.name!r}, so nothing can be lost; choose "
                 "another task, or --text and --max-kl."
             )
         return [self._candidate(pair, found[label], dense) for pair, label in zip(thresholds, labels)]

@@ -145,7 +145,7 @@ def _ids(model: Any, tokenizer: Any, text: str | None, tokens: int) -> list[int]
     check_tokenizer(tokenizer)
     ids = tokenizer(texts()[0] if text is None else text, verbose=False).input_ids[:tokens]
     if len(ids) < tokens:
-        raise ValueError(f"the text has {len(ids)} tokens, of {tokens} needed; give a longer text or lower tokens.")
+        raise ValueError(f"the text has {len(ids)} tokens but {tokens} are needed; give a longer text or lower tokens.")
     return list(ids)
 
 

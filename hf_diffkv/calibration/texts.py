@@ -28,7 +28,7 @@ OFFLINE_TEXT = "offline"
 TEXT_COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
 LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
 SPLIT = "train"
-OWN_TEXT = "give a text of your own: --text FILE"
+OWN_TEXT = "give your own text: --text FILE"
 
 
 def read_pieces(name: str) -> Iterator[str]:
@@ -47,7 +47,7 @@ def read_pieces(name: str) -> Iterator[str]:
             raise EvaluationError(f"cannot read {path}: {error}.") from error
     parts = name.partition(":")[0].split("/")
     if path.suffix or path.is_dir() or len(parts) != 2 or not all(parts):
-        raise EvaluationError(f"--text {name}: there is no such file, and it is no data set of the Hub; {OWN_TEXT}.")
+        raise EvaluationError(f"--text {name}: there is no such file, and it is not a Hub data set; {OWN_TEXT}.")
     return _data_set(name)
 
 
@@ -71,8 +71,8 @@ def _data_set(name: str) -> Iterator[str]:
         # the kind of error depends on the data set's format, on the Hub and on the network
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EvaluationError(
-            f"cannot read the data set {name} ({reason}); {OWN_TEXT}, or take Python's language reference: "
-            f"--text {OFFLINE_TEXT}."
+            f"cannot read the data set {name} ({reason}); {OWN_TEXT}, or use Python's language reference: --text "
+            f"{OFFLINE_TEXT}."
         ) from error
 
 

@@ -10,7 +10,7 @@ import importlib
 
 import click
 
-from ..extras import beside
+from ..extras import import_extra
 
 # one-line descriptions, in the order of the help
 COMMANDS = {
@@ -28,7 +28,7 @@ COMMANDS = {
     "env": "Print versions and hardware for a bug report.",
 }
 # commands of other distributions: module, and the extra that installs it
-COMMANDS_BESIDE = {
+EXTRA_COMMANDS = {
     "serve": ("hf_diffkv_serving.command", "serve"),
     "demo": ("hf_diffkv_demo.command", "demo"),
     "bench": ("hf_diffkv_evaluation.commands.bench", "evaluation"),
@@ -39,9 +39,9 @@ COMMANDS_BESIDE = {
 
 def load(name: str) -> click.Command:
     """Imports one of `COMMANDS`. Raises `click.ClickException` if the command's distribution is not installed."""
-    if name not in COMMANDS_BESIDE:
+    if name not in EXTRA_COMMANDS:
         return importlib.import_module(f".{name.replace('-', '_')}", __name__).command
     try:
-        return beside(*COMMANDS_BESIDE[name]).command
+        return import_extra(*EXTRA_COMMANDS[name]).command
     except ImportError as error:
         raise click.ClickException(f"{name}: {error}") from error

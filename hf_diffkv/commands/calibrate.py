@@ -29,19 +29,19 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.command(
     "calibrate",
     cls=Command,
-    help="Measure what each attention head loses at few bits, and assign the bits with which the model loses least at "
-    "the size of --ratio. DiffKVCache(model) uses the result from then on. This takes minutes; measurements are kept, "
-    "so the same command continues an interrupted run, and another ratio takes seconds.\n\n"
-    "With --thresholds, or any option marked so, instead measure the thresholds by which tokens are chosen, on real "
-    "caches, and write the cheapest ones within the limit, for DiffKVConfig.from_pretrained. If none is good enough, "
-    "the exit code is 1.",
+    help="Measure what each attention head loses at few bits, and give each head the bits that minimise the model's "
+    "loss at the bytes of --ratio. From then on, DiffKVCache(model) uses the result. This takes minutes; "
+    "measurements are kept, so the same command continues an interrupted run, and another ratio takes "
+    "seconds.\n\nWith --thresholds, or any option so marked, measure the thresholds that choose tokens instead, "
+    "on real caches, and write the cheapest ones within the limit, for DiffKVConfig.from_pretrained. If none is "
+    "good enough, the exit code is 1.",
 )
 @model_option(required=True)
 @click.option(
     "--output",
     type=PATH_TYPE,
-    help="Folder for the configuration and measurements; a run in it is continued.  [default: the model's folder in "
-    "the user's cache]",
+    help="For the configuration and the measurements; a run found there is continued.  [default: the model's folder "
+    "in the user's cache]",
 )
 @click.option(
     "--text",
@@ -53,7 +53,7 @@ def _listed(values: tuple[float, ...]) -> str:
     "--ratio",
     type=float,
     metavar="R",
-    help=f"Bytes of a stored token over its bytes in the model's dtype.  [default: {RATIOS[DEFAULT_PRESET]:g}]",
+    help=f"Bytes of a stored token relative to the model's dtype.  [default: {RATIOS[DEFAULT_PRESET]:g}]",
 )
 @click.option(
     "--length",
@@ -62,8 +62,10 @@ def _listed(values: tuple[float, ...]) -> str:
 )
 @running_options
 @click.option("--thresholds", is_flag=True, help="Measure thresholds instead of heads.")
-@click.option("--max-kl", type=float, metavar="X", help=f"Thresholds: maximum mean KL, in nats.  [default: {MAX_KL}]")
-@click.option("--max-loss", type=float, metavar="Y", help="Thresholds: maximum drop in the first metric of --task.")
+@click.option(
+    "--max-kl", type=float, metavar="X", help=f"Thresholds: mean KL to the dense cache, nats.  [default: {MAX_KL}]"
+)
+@click.option("--max-loss", type=float, metavar="Y", help="Thresholds: most that the first figure of --task may drop.")
 @click.option("--task", metavar="T", help="Thresholds: a task of `hf-diffkv evaluate`, instead of a text.")
 @click.option(
     "--method",
@@ -74,10 +76,12 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.option("--alpha-high", type=NUMBERS_TYPE, default=_listed(ALPHA_HIGH), help="Thresholds: values to try.")
 @click.option("--alpha-low", type=NUMBERS_TYPE, default=_listed(ALPHA_LOW), help="Thresholds: values to try.")
 @click.option(
-    "--per-layer", is_flag=True, help="Thresholds: then try higher ones layer by layer, with two runs per layer."
+    "--per-layer", is_flag=True, help="Thresholds: then try higher ones layer by layer, in two runs per layer."
 )
-@click.option("--documents", type=AtLeast(), help=f"Thresholds: how many.  [default: {DOCUMENTS}, or the task's own]")
-@click.option("--seed", type=int, default=0, metavar="N", help="Thresholds: seed for the task's documents.")
+@click.option(
+    "--documents", type=AtLeast(), help=f"Thresholds: number of documents.  [default: {DOCUMENTS}, or the task's own]"
+)
+@click.option("--seed", type=int, default=0, metavar="N", help="Thresholds: seed of the task's documents.")
 @click.option("--retry", is_flag=True, help="Thresholds: rerun what failed before.")
 @quiet_option
 @click.pass_context
@@ -91,6 +95,6 @@ def command(context: click.Context, **given: Any) -> None:
     else:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in typed)
         raise click.UsageError(
-            f"--ratio gives each head its bits, and {names} measures thresholds, by which tokens are chosen; leave "
-            "one or the other out."
+            f"--ratio gives each head its bits, but {names} measures thresholds for choosing tokens; leave one or the "
+            "other out."
         )

@@ -62,7 +62,9 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     try:
         measured = measure(model, documents, output, options.quiet)
     except KeyboardInterrupt as error:
-        raise Interrupted(f"interrupted. What was measured is kept in {output}: the same command goes on.") from error
+        raise Interrupted(
+            f"interrupted. Measurements so far are kept in {output}: run the same command to continue."
+        ) from error
     source = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch."), "length": length}
     source |= {"text": options.text} if options.text else {}
     config = config_for(measured.sensitivity, ratio, **source, versions=describe_environment(model.device))
@@ -104,14 +106,14 @@ def _report(
     again = shlex.join(["hf-diffkv", "calibrate", *_given(options), "--ratio", f"{smaller:g}"])
     return "\n".join(
         [
-            table(("", "bytes of a dense cache's", "predicted KL"), rows),
+            table(("", "of a dense cache's bytes", "predicted KL"), rows),
             "",
             paragraph(
-                f"Bytes are those of stored tokens, without the window. {use} finds this automatically, in {kept}. "
-                f"The configuration is {output / CONFIG_NAME}; {QUERIES_NAME} next to it has the query moments."
+                f"Bytes are those of stored tokens; the window is extra. {use} finds this automatically, in {kept}. "
+                f"The configuration is {output / CONFIG_NAME}; {QUERIES_NAME} next to it has the moments of queries."
             ),
             "",
-            "Next, check it on your own text, or choose another size (nothing is measured again):",
+            "Next, check it on your own text, or choose another size (nothing is remeasured):",
             f"  {shlex.join(['hf-diffkv', 'verify', '--model', options.model])}",
             f"  {again}",
         ]

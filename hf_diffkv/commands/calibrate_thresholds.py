@@ -75,14 +75,14 @@ def calibrate_thresholds(options: SimpleNamespace) -> None:
 
 def _limit(options: SimpleNamespace) -> float:
     if (options.max_loss is None) != (options.task is None):
-        raise EvaluationError("--max-loss and --task go together.")
+        raise EvaluationError("--max-loss and --task must be given together.")
     if options.task is not None and options.text is not None:
-        raise EvaluationError("--task has documents of its own; leave --text out.")
+        raise EvaluationError("--task has its own documents; leave --text out.")
     if options.task is not None and options.max_kl is not None:
         raise EvaluationError("--max-kl is for a text; with --task give --max-loss.")
     limit = options.max_loss if options.task is not None else MAX_KL if options.max_kl is None else options.max_kl
     if not 0 <= limit < float("inf"):
-        raise EvaluationError(f"a limit of {limit} cannot be kept; give a number of at least 0.")
+        raise EvaluationError(f"a limit of {limit} cannot be met; give a number of at least 0.")
     return limit
 
 
@@ -90,7 +90,7 @@ def _check_method(method: Any, name: str) -> None:
     from ..evaluation.methods.diffkv import DiffKVMethod
 
     if not isinstance(method, DiffKVMethod) or method.fields.get("policy", "diffkv") != "diffkv":
-        raise EvaluationError(f"--method {name}: only diffkv, with its own policy, goes by alpha_high and alpha_low.")
+        raise EvaluationError(f"--method {name}: only diffkv, with its own policy, uses alpha_high and alpha_low.")
 
 
 def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
@@ -129,7 +129,7 @@ def _none(candidates: list[Candidate], limit: float, title: str) -> str:
         return f"every configuration failed, the first with: {candidates[0].error}"
     pair = best.thresholds
     return (
-        f"nothing is good enough: the best is alpha_high={pair.alpha_high:g}, alpha_low={pair.alpha_low:g} with "
+        f"no setting is good enough: the best is alpha_high={pair.alpha_high:g}, alpha_low={pair.alpha_low:g} with "
         f"{title} {best.loss:.4f}, above {limit:g}, at {best.ratio:.1%} of the dense cache's bytes. Raise the limit, "
-        "lower --alpha-high, or give more bits with --method."
+        "lower --alpha-high, or use more bits with --method."
     )

@@ -36,29 +36,29 @@ if TYPE_CHECKING:
     from ..running.talk import Talk
 
 HELP = {
-    "/memory": "memory the cache uses",
+    "/memory": "what the cache uses",
     "/levels": "what each layer keeps",
     "/reset": "forget everything",
     "/save FOLDER": "save the conversation; --load continues it",
     "/help": "this list",
-    "/quit": "leave, as Ctrl-D does",
+    "/quit": "quit, like Ctrl-D",
 }
 
-CUT_OFF = "The last answer was cut off, so the talk cannot go on; /reset begins anew."
+CUT_OFF = "The last answer was cut off, so the conversation cannot continue; /reset starts over."
 
 
 @click.command(
     "chat",
     cls=Command,
-    help="Chat with a model, with many turns on one cache. Each line is a message; /memory, /levels, /reset, /save "
-    "FOLDER, /help and /quit are commands. Ctrl-C stops an answer but keeps what was said. If stdin is not a terminal, "
-    "its lines are the messages, and the answers go to stdout.",
+    help="Chat with a model over many turns on one cache. Each line is a message; /memory, /levels, /reset, /save "
+    "FOLDER, /help and /quit are commands. Ctrl-C stops an answer but keeps what was said. If stdin is not a "
+    "terminal, its lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
 @click.option("--system", type=PROMPT_TYPE, help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
 @click.option("--load", type=PATH_TYPE, help="Continue a conversation saved with /save.")
-@click.option("--max-new-tokens", type=AtLeast(), default=512, help="Limit per answer.")
+@click.option("--max-new-tokens", type=AtLeast(), default=512, help="Per answer.")
 @sampling_options
 @config_options
 @running_options
@@ -67,7 +67,7 @@ def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     sampling = sampling_of(options)
     if options.plain and options.system is not None:
-        raise click.UsageError("--system is of no effect with --plain.")
+        raise click.UsageError("--system has no effect with --plain.")
     saved = None if options.load is None else saved_talk(options.load)
     talk, limit = _start(options, saved)
     session = _ChatSession(talk, options, limit, {"do_sample": options.sample, **sampling})
@@ -95,7 +95,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
         except Exception as error:
             # templates raise arbitrary errors, for example without a system message
             raise click.UsageError(
-                f"{options.model} cannot be talked with: {one_line(error)} Use --plain to have lines continued."
+                f"{options.model} cannot chat: {one_line(error)} Use --plain to continue lines instead."
             ) from error
     device = usable_device(options.device)
     model = load_model(options.model, options.dtype, device, options.quiet, options.weights)
@@ -129,7 +129,7 @@ def _lines(options: SimpleNamespace) -> Iterator[str]:
         import readline  # noqa: F401  lets input() edit lines and remember them
     except ImportError:
         pass
-    progress(paragraph("/help lists the commands, /quit or Ctrl-D leaves."), options.quiet)
+    progress(paragraph("/help lists the commands, /quit or Ctrl-D quits."), options.quiet)
     stopped = False
     while True:
         try:
@@ -142,7 +142,7 @@ def _lines(options: SimpleNamespace) -> Iterator[str]:
             if stopped:
                 raise
             stopped = True
-            print("\nCtrl-C again or /quit leaves.", flush=True)
+            print("\nCtrl-C again or /quit quits.", flush=True)
 
 
 class _ChatSession:
@@ -184,7 +184,7 @@ class _ChatSession:
             room = new if self.limit is None else min(new, self.limit - held)
             if room < 1:
                 return self.complain(
-                    f"the talk has {held} tokens and the model takes {self.limit}; /reset begins anew."
+                    f"the conversation has {held} tokens but the model's limit is {self.limit}; /reset starts over."
                 )
             streamer = TextStreamer(self.talk.tokenizer, skip_prompt=True, skip_special_tokens=True)
             with _until_interrupted() as stop:

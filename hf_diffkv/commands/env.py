@@ -50,7 +50,7 @@ def _advice() -> str:
     """Returns advice on faster decode steps for a machine without a GPU."""
     missing = importlib.util.find_spec("bitsandbytes") is None
     install = " (pip install bitsandbytes)" if missing else ""
-    return f"without a GPU, 4-bit weights make decode steps faster: --weights 4bit{install}"
+    return f"without a GPU, 4-bit weights make steps faster: --weights 4bit{install}"
 
 
 def versions() -> dict[str, str]:

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_p", "top_k")
 
 sampling_options = chain(
-    click.option("--sample", is_flag=True, help="Sample tokens instead of taking the most likely."),
-    click.option("--seed", metavar="N", type=int, default=0, help="Random seed for --sample."),
+    click.option("--sample", is_flag=True, help="Sample tokens instead of taking the likeliest."),
+    click.option("--seed", metavar="N", type=int, default=0, help="For --sample."),
     click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="For --sample."),
     click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="For --sample."),
     click.option("--top-k", type=AtLeast(), help="For --sample."),
@@ -56,7 +56,7 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
     """Returns sampling arguments of `generate()` except `do_sample`. Raises `click.UsageError` without --sample."""
     given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     if given and not options.sample:
-        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} is of no effect without --sample.")
+        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} has no effect without --sample.")
     return given
 
 
@@ -64,21 +64,23 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
     "generate",
     cls=Command,
     help="Stream a model's continuation of PROMPT with a DiffKV cache, then compare memory, speed and text with "
-    "Transformers' DynamicCache. Each cache runs in its own process. If stdout is not a terminal, it gets only the "
-    "generated text, and the comparison goes to stderr.",
+    "Transformers' DynamicCache. Each cache runs in its own process. If stdout is not a terminal, it gets only "
+    "the generated text, and the comparison goes to stderr.",
     epilog="For example: hf-diffkv generate --example; hf-diffkv generate --model smollm2 --preset small --prompt-file "
     "report.txt. Short prompts save nothing, as the window is uncompressed.",
 )
 @prompt_options
-@click.option("--example", is_flag=True, help="Use a long document with a question as PROMPT.")
+@click.option("--example", is_flag=True, help="A long document with a question, instead of a PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
-@click.option("--then", type=PROMPT_TYPE, multiple=True, help="Another turn on the same cache; repeatable.")
-@click.option("--chat", is_flag=True, help="Format PROMPT and each --then with the model's chat template.")
+@click.option("--then", type=PROMPT_TYPE, multiple=True, help="A further turn on the same cache; repeatable.")
+@click.option(
+    "--chat", is_flag=True, help="PROMPT and each --then are messages, formatted with the model's chat template."
+)
 @click.option("--system", type=PROMPT_TYPE, help="System message for --chat.")
 @click.option("--max-new-tokens", type=AtLeast(), default=64, help="Limit per turn.")
 @sampling_options
-@click.option("--save-cache", type=PATH_TYPE, help="Save the cache and the text there for --load-cache.")
-@click.option("--load-cache", type=PATH_TYPE, help="Continue from there: only PROMPT, the next turn, is read.")
+@click.option("--save-cache", type=PATH_TYPE, help="Save the cache and the text for --load-cache.")
+@click.option("--load-cache", type=PATH_TYPE, help="Continue from there: PROMPT is the next turn, and only it is read.")
 @click.option("--no-compare", is_flag=True, help="Skip the dense cache.")
 @config_options
 @running_options
@@ -118,19 +120,19 @@ def _job(options: SimpleNamespace) -> Job:
     if options.example:
         text = _example(options, text)
     if text is None:
-        raise click.UsageError("there is no PROMPT; give one, - to read it from stdin, or --example.")
+        raise click.UsageError("no PROMPT was given; give one, - to read it from stdin, or --example.")
     turns = [text, *options.then]
     if not all(turns):
         raise click.UsageError("the prompt or a --then is empty; there is nothing to continue.")
     sampling = sampling_of(options)
     if options.system is not None and not options.chat:
-        raise click.UsageError("--system is of no effect without --chat.")
+        raise click.UsageError("--system has no effect without --chat.")
     if options.quiet and options.as_json:
-        raise click.UsageError("--quiet and --json do not go together; leave one out.")
+        raise click.UsageError("--quiet and --json cannot be combined; leave one out.")
     choice, start = choice_of(options), {}
     if options.load_cache is not None:
         if choice:
-            raise click.UsageError("--load-cache has a configuration of its own; leave options of the cache out.")
+            raise click.UsageError("--load-cache has its own configuration; leave cache options out.")
         start = saved_talk(options.load_cache)
     progress(f"reading the configuration of {options.model}", options.quiet)
     model_config = supported_config(options.model)
@@ -212,7 +214,7 @@ def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None,
         raise click.UsageError(f"--chat cannot be used with {options.model}: {error}") from error
     except Exception as error:
         # templates raise arbitrary errors, for example without a system message
-        raise click.UsageError(f"the chat template of {options.model} refuses: {error}") from error
+        raise click.UsageError(f"the chat template of {options.model} rejects the messages: {error}") from error
     plain = not options.chat
     counts = [len(tokenizer(text, add_special_tokens=plain and i == 0).input_ids) for i, text in enumerate(texts)]
     if not counts[0]:
@@ -319,7 +321,7 @@ def _kept(run: FinishedRun) -> list[str]:
         if run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]:
             why = "Nothing is saved: every token is stored as it is."
         else:
-            why = "A cache this short saves nothing, because of the window and partly filled pages."
+            why = "A cache this short saves nothing: the window and partly filled pages outweigh it."
         lines.append(paragraph(why))
     return lines
 
@@ -330,7 +332,7 @@ def _difference(compressed: FinishedRun, dense: FinishedRun) -> str:
         return paragraph(f"Both caches wrote the same {sum(map(len, dense.generated))} tokens.")
     words, marked = word_difference(dense.text, compressed.text)
     head = paragraph(
-        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. What differs, "
+        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. The differences, "
         f"[-{dense.cache}-] and {{+{compressed.cache}+}}:"
     )
     return f"{head}\n{marked}"

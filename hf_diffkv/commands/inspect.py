@@ -39,8 +39,8 @@ WHITE, BLACK = 231, 16
 @click.command(
     "inspect",
     cls=Command,
-    help="Show which layers of a model are compressed and how many bytes a token uses there. With PROMPT, run the "
-    "model on it and show what each layer keeps of it, and the text coloured by level.",
+    help="Show which layers of a model are compressed and what a token uses there. With PROMPT, run the model on it "
+    "and show what each layer keeps of it, and the text coloured by level.",
 )
 @prompt_options
 @model_option(default=SMALLEST_MODEL, show_default=True)
@@ -52,7 +52,7 @@ def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     text = read_prompt(options)
     if text == "":
-        raise click.UsageError("the prompt is empty; there is nothing to look at.")
+        raise click.UsageError("the prompt is empty; there is nothing to inspect.")
     choice = choice_of(options)
     progress(f"reading the configuration of {options.model}", options.quiet)
     model_config = supported_config(options.model)
@@ -64,7 +64,7 @@ def command(**given: Any) -> None:
         config = config_for(choice, model_config if shape is None else shape)
         note = note_of_heads(choice, model_config, shape)
         if note:
-            progress(paragraph(f"{note} A PROMPT loads them."), options.quiet)
+            progress(paragraph(f"{note} With a PROMPT, they are read."), options.quiet)
     else:
         config_before(choice, model_config)
         ids, pieces = _tokens(options, text, position_limit(model_config))
@@ -149,7 +149,7 @@ def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[lis
 
     ids, pieces = pieces_of_text(load_tokenizer(options.model), text)
     if not ids:
-        raise click.UsageError("the prompt has no tokens; there is nothing to look at.")
+        raise click.UsageError("the prompt has no tokens; there is nothing to inspect.")
     if limit is not None and len(ids) > limit:
         raise click.UsageError(
             f"the prompt has {len(ids)} tokens, but the model's max_position_embeddings is {limit}; shorten it."
@@ -197,7 +197,7 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
 
 def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
     memory = cache.memory()
-    others = ", including the layers left uncompressed" if len(memory.layers) < memory.num_layers else ""
+    others = ", including layers that are left as they are" if len(memory.layers) < memory.num_layers else ""
     lines = [paragraph(f"{taken(len(kept['tokens']), memory)}{others}.")]
     if memory.hint:
         lines.append(paragraph(f"{memory.hint.capitalize()}."))
@@ -213,7 +213,7 @@ def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
 def taken(tokens: int, memory: Any) -> str:
     """Describes the memory of `tokens` tokens, compared with a dense cache."""
     held, whole = memory.bytes, memory.dense_bytes
-    return f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
+    return f"{tokens:,} tokens use {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
 
 
 def level_table(memory: Any) -> str:

@@ -15,7 +15,7 @@ from ..arguments import as_ratio
 from ..config import DiffKVConfig, Precision
 from ..config.checks import as_bytes, bytes_in
 from ..config.presets import head_size, preset_named, published
-from ..heads.lookup import beside, user_folder, weights_known
+from ..heads.lookup import saved_config_of, user_folder, weights_known
 from ..heads.weights import model_digest
 from ..running.models import WEIGHTS, resolve_model
 from .console import one_line
@@ -62,7 +62,7 @@ def budget_in(text: str) -> int | str:
 def path_in(text: str) -> Path:
     """Parses the path of a file or folder; rejects an empty text, which `Path` takes as the current folder."""
     if not text:
-        raise ValueError("the path is empty; name it, or leave the option out.")
+        raise ValueError("the path is empty; give one, or leave the option out.")
     return Path(text)
 
 
@@ -85,7 +85,7 @@ def ratio_in(text: str) -> float:
     try:
         return as_ratio("the ratio", float(text))
     except ValueError:
-        raise ValueError(f"{text!r} is no ratio; give a number above 0 and at most 1, such as 0.23.") from None
+        raise ValueError(f"{text!r} is not a ratio; give a number above 0 and at most 1, such as 0.23.") from None
 
 
 def prompt_in(text: str) -> str:
@@ -104,7 +104,7 @@ def numbers_in(text: str) -> tuple[float, ...]:
     except ValueError:
         values = []
     if not values or not all(0 <= each < float("inf") for each in values):
-        raise ValueError(f"{text!r} is no list of numbers of at least 0, such as 1,2,3")
+        raise ValueError(f"{text!r} is not a list of numbers of at least 0, such as 1,2,3")
     return tuple(values)
 
 
@@ -182,7 +182,7 @@ dtype_option = click.option(
     type=click.Choice(DTYPE_NAMES),
     metavar="T",
     default="auto",
-    help="Dtype of the model: float32, bfloat16, float16, or auto, as it was saved.",
+    help="Model dtype: float32, bfloat16, float16, or auto, as saved.",
 )
 running_options = chain(
     dtype_option,
@@ -196,7 +196,7 @@ running_options = chain(
     click.option("--device", metavar="D", help="For example cpu or cuda:0.  [default: cuda if available]"),
 )
 
-quiet_option = click.option("--quiet", is_flag=True, help="Print only results, no progress.")
+quiet_option = click.option("--quiet", is_flag=True, help="Results only, no progress.")
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print a single JSON object, and nothing else, on stdout."
 )
@@ -211,7 +211,7 @@ preset_options = chain(
     click.option(
         "--ratio",
         type=Parsed("X", ratio_in),
-        help="Alternative: maximum bytes of a stored token over a dense one's, such as 0.23.",
+        help="Instead: most bytes of a stored token relative to a dense one, such as 0.23.",
     ),
 )
 
@@ -220,11 +220,11 @@ format_options = chain(
     preset_options,
     click.option("--high", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of important tokens."),
     click.option("--low", metavar="KxVy", type=PRECISION_TYPE, help="Bits of keys and values of other tokens."),
-    click.option("--window", type=AtLeast(), help="Number of newest tokens kept uncompressed."),
-    click.option("--sinks", type=AtLeast(0), help="Number of first tokens kept uncompressed."),
-    click.option("--rotate/--no-rotate", default=None, help="Rotate stored keys and values, so fewer bits suffice."),
-    click.option("--center/--no-center", default=None, help="Subtract the mean key before storing keys."),
-    click.option("--config", metavar="NAME", help="A saved configuration: a folder or a Hub repository."),
+    click.option("--window", type=AtLeast(), help="Newest tokens kept uncompressed."),
+    click.option("--sinks", type=AtLeast(0), help="First tokens kept uncompressed."),
+    click.option("--rotate/--no-rotate", default=None, help="Store keys and values rotated: fewer bits suffice."),
+    click.option("--center/--no-center", default=None, help="Subtract the mean key before keys are stored."),
+    click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a Hub repository."),
 )
 
 # levels of tokens
@@ -244,7 +244,7 @@ level_options = chain(
 
 config_options = chain(
     level_options,
-    click.option("--max-bytes", type=BUDGET_TYPE, help="Budget per device, e.g. 20MB, or 80% of what is free."),
+    click.option("--max-bytes", type=BUDGET_TYPE, help="Budget per device, e.g. 20MB, or 80% of free memory."),
 )
 
 
@@ -252,7 +252,7 @@ config_options = chain(
 prompt_options = chain(
     click.argument("text", metavar="[PROMPT]", type=PROMPT_TYPE, required=False),
     click.option("--prompt", type=PROMPT_TYPE, help="Same as PROMPT; - reads it from stdin."),
-    click.option("--prompt-file", metavar="FILE", help="UTF-8 file; one trailing newline is dropped; - is stdin."),
+    click.option("--prompt-file", metavar="FILE", help="UTF-8; one trailing newline is dropped; - is stdin."),
 )
 
 
@@ -295,7 +295,7 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
     names = ("preset", "ratio", "config", "lossless")
     bases = [f"--{name}" for name in names if getattr(options, name, None)]
     if len(bases) > 1:
-        raise click.UsageError(f"{bases[-1]} and {bases[0]} do not go together; leave one out.")
+        raise click.UsageError(f"{bases[-1]} and {bases[0]} cannot be combined; leave one out.")
     if bases == ["--lossless"]:
         _leave_out(set(fields) - LOSSLESS_FIELDS, "--lossless stores everything as it is")
     if bases == ["--preset"]:
@@ -362,13 +362,13 @@ def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
     Args:
         model: model on the meta device; None if it could not be built.
     """
-    if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
+    if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or saved_config_of(model_config) is not None:
         return ""
     by_name = published(model_config.name_or_path) is not None
     if weights_known(model) or (by_name and not {"preset", RATIO} & set(choice)):
         return ""
     return (
-        "This assumes the same bits for all heads: no configuration was found with the model, and whether its heads "
+        "These bits are the same for all heads: no configuration was found next to the model, and whether its heads "
         "were measured is known only once its weights are on this machine."
     )
 

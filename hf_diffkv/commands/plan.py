@@ -42,10 +42,10 @@ SHARES = (0.0, 0.5, 1.0)
 BytesOf = Callable[[int], int]
 
 size_options = chain(
-    click.option("--memory", type=SIZE_TYPE, required=True, help="Memory of the device, for example 24GB."),
+    click.option("--memory", type=SIZE_TYPE, required=True, help="Device memory, for example 24GB."),
     click.option("--reserve", type=SIZE_TYPE, help="Kept free for activations.  [default: a tenth of --memory]"),
-    click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: size of the files, or computed]"),
-    click.option("--batch", type=AtLeast(), default=1, help="Requests for the longest context."),
+    click.option("--weights", type=SIZE_TYPE, help="Size of the weights.  [default: from their files, or computed]"),
+    click.option("--batch", type=AtLeast(), default=1, help="Requests with the longest context."),
     click.option(
         "--max-bytes",
         type=BUDGET_TYPE,
@@ -54,17 +54,20 @@ size_options = chain(
     click.option(
         "--context", type=AtLeast(), help="Tokens per request of the largest batch.  [default: 8192 or the model's]"
     ),
+    click.option(
+        "--context", type=AtLeast(), help="Tokens per request in the largest batch.  [default: 8192 or the model's]"
+    ),
 )
 
 
 @click.command(
     "plan",
     cls=Command,
-    help="Compute the context and batch that fit into memory, from the model's configuration alone: no weights are "
-    "loaded, and nothing runs. DiffKV's bytes include whole pages, windows and tables. The share of tokens at the high "
-    "level depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Also print at how many "
-    "tokens a cache that is precise until its budget is full starts to lower heads, and at how many it is out of room. "
-    "If the model's heads have been measured, also print the predicted loss at other sizes.",
+    help="Show which context and batch size fit in memory, from the model's configuration alone: no weights are "
+    "loaded and nothing runs. DiffKV's bytes count whole pages, windows and tables. How many tokens are at the "
+    "high level depends on the model and the text: `hf-diffkv inspect` measures it, --high-share sets it. Also "
+    "show at how many tokens a cache that stays precise until its budget is full begins to lower heads, and "
+    "where its room ends. If the model's heads were measured, also print the predicted loss at other sizes.",
 )
 @model_option(required=True)
 @size_options
@@ -73,7 +76,7 @@ size_options = chain(
     metavar="X",
     type=Between(0, 1),
     multiple=True,
-    help="Share of tokens at the high level, if there are two.  [default: 0, 0.5, 1]",
+    help="Of the tokens, if there are two levels.  [default: 0, 0.5, 1]",
 )
 @format_options
 @dtype_option
@@ -81,7 +84,7 @@ size_options = chain(
     "--plot",
     type=PATH_TYPE,
     metavar="FILE",
-    help="Plot the predicted loss over bytes, as png, svg or pdf by its name.",
+    help="Plot the predicted loss against bytes: png, svg or pdf, by file name.",
 )
 @json_option
 def command(**given: Any) -> None:
@@ -99,13 +102,13 @@ def command(**given: Any) -> None:
     shape = ModelShape.of(model_config, resolve_model(options.model), dtype)
     weights = options.weights or shape.weight_bytes
     if weights is None:
-        raise click.UsageError(f"the size of the weights of {options.model} cannot be told; give --weights.")
+        raise click.UsageError(f"the size of {options.model}'s weights is unknown; give --weights.")
     reserve = options.memory // 10 if options.reserve is None else options.reserve
     free = options.memory - reserve - weights
     if free <= 0:
         raise Failure(
-            f"the weights take {megabytes(weights)}, which leaves nothing of {megabytes(options.memory)} less "
-            f"{megabytes(reserve)} for activations; give a device of more --memory, or a smaller --reserve."
+            f"the weights use {megabytes(weights)}, which leaves nothing of {megabytes(options.memory)} after "
+            f"{megabytes(reserve)} for activations; give a device with more --memory, or a smaller --reserve."
         )
     context = options.context = options.context or min(DEFAULT_CONTEXT, shape.limit or DEFAULT_CONTEXT)
     if shape.limit is not None and context > shape.limit:
@@ -188,7 +191,7 @@ def _budget(shape: ModelShape, config: DiffKVConfig, free: int, options: SimpleN
         return int(left * float(budget.rstrip("%")) / 100)
     if budget > left:
         raise ValueError(
-            f"max_bytes={budget} is above the {left} bytes that are left for caches; lower it, or give more --memory."
+            f"max_bytes={budget} exceeds the {left} bytes left for caches; lower it, or increase --memory."
         )
     return budget
 
@@ -237,24 +240,24 @@ def _text(found: dict[str, Any]) -> str:
         paragraph(
             f"{megabytes(found['memory'])}: {megabytes(found['weights'])} weights, {megabytes(found['reserve'])} kept "
             f"for activations, {megabytes(found['free'])} for caches. Longest context for {found['batch']} at once; "
-            f"largest batch with {found['context']:,} tokens each."
+            f"largest batch at {found['context']:,} tokens each."
         ),
         "",
         table(header, rows),
         "",
     ]
     if reached:
-        lines.append(f"* all that the model takes ({found['limit']:,})")
+        lines.append(f"* the model's limit ({found['limit']:,})")
     if found["until_full"] is not None:
         lines.append(paragraph(_filling_text(found)))
     if found["compressed_layers"] < found["layers"]:
         lines.append(
             paragraph(
-                f"DiffKV compresses {found['compressed_layers']} of {found['layers']} layers; the others are as in "
-                "the dense cache and are included."
+                f"DiffKV compresses {found['compressed_layers']} of {found['layers']} layers; the others are as in the "
+                "dense cache and are counted too."
             )
         )
-    lines.append(paragraph("Prompts need additional memory while they run; long ones may need more than is kept free."))
+    lines.append(paragraph("A prompt needs extra memory while it runs; long ones may need more than is kept for it."))
     return "\n".join(lines)
 
 
@@ -266,11 +269,13 @@ def _filling_text(found: dict[str, Any]) -> str:
     if plan["room_ends"] == 0:
         return f"A budget (max_bytes) of {megabytes(plan['max_bytes'])} does not hold the windows and tables{whose}."
     if limit is not None and plan["lowering_begins"] > limit:
-        return f"{budget} up to the {limit:,} that the model takes{whose}; nothing is lowered."
+        return f"{budget} up to the model's limit of {limit:,}{whose}; nothing is lowered."
     ends = plan["room_ends"]
-    room = "room is there for all that the model takes" if ends == limit else f"room ends at {ends:,}"
-    begins = f"{budget} at first; from {plan['lowering_begins']:,} tokens{whose} on heads are lowered"
-    return f"{begins} to {plan['final']}, and {room}. Step by step, a page of tokens more or fewer may fit."
+    room = "there is room up to the model's limit" if ends == limit else f"room ends at {ends:,}"
+    begins = f"{budget} at first; from {plan['lowering_begins']:,} tokens{whose} on, heads are lowered"
+    return (
+        f"{begins} to {plan['final']}, and {room}. When generating step by step, a page of tokens more or fewer fits."
+    )
 
 
 def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None) -> str:
@@ -287,8 +292,8 @@ def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None
     ]
     bits = 8 * (config.calibration or {})[SENSITIVITY]["element_bytes"]
     title = (
-        "Predicted loss, as KL to the dense cache in nats, by the bytes of a stored token, in % of those at "
-        f"{bits} bits an element:"
+        f"Predicted loss, as KL to the dense cache in nats, by bytes of a stored token, in % of those at {bits} bits "
+        "per element:"
     )
     lines = [paragraph(title), "", table(("bytes", "a precision for each head", "one for all"), rows)]
     return "\n".join(lines if own is None else [*lines, "", "* the cache above"])
@@ -300,8 +305,8 @@ def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name:
 
     if not points:
         raise click.UsageError(
-            "--plot draws what heads are predicted to lose, and those of this model were not measured; "
-            f"`hf-diffkv calibrate --model {quote(name)}` measures them."
+            "--plot draws the predicted loss of heads, but this model's heads were not measured; `hf-diffkv calibrate "
+            f"--model {quote(name)}` measures them."
         )
     try:
         loss(config).save(path)

@@ -36,15 +36,16 @@ GENTLER = ("K8V4", "K8V8")
     "verify",
     cls=Command,
     help="Check DiffKV with a model, teacher-forced on a text: whether a lossless cache reproduces the dense cache's "
-    "predictions, how far the default configuration (or the one given) deviates from them, and what it saves. If "
-    "something is wrong or the loss exceeds --max-kl, the exit code is 1, and a setting that loses less is suggested.",
+    "predictions, how far the default configuration (or the one given) departs from them, and what it saves. If "
+    "something is wrong or the loss is above --max-kl, the exit code is 1, and a setting that loses less is "
+    "suggested.",
 )
 @model_option(required=True)
 @click.option("--text", metavar="T", default="offline", help="UTF-8 file, Hub data set, or offline.")
-@click.option("--documents", type=AtLeast(), default=1, help="Number of parts of the text.")
+@click.option("--documents", type=AtLeast(), default=1, help="Parts of the text.")
 @click.option("--length", type=AtLeast(), default=VERIFIED_LENGTH, help="Tokens per prompt.")
-@click.option("--continued", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens after it to compare.")
-@click.option("--max-kl", metavar="X", type=Between(min=0), default=MAX_KL, help="Maximum mean KL, in nats.")
+@click.option("--continued", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens compared after it.")
+@click.option("--max-kl", metavar="X", type=Between(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats.")
 @config_options
 @running_options
 @json_option
@@ -78,12 +79,12 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     if options.length <= config.window + config.sinks:
         raise click.UsageError(
             f"--length {options.length}: the window of {config.window} and the sinks hold such a prompt uncompressed; "
-            "give more."
+            "increase it."
         )
     limit = position_limit(model_config)
     if limit is not None and options.length + options.continued > limit:
         raise click.UsageError(
-            f"--length and --continued are {options.length + options.continued} tokens together, but the model's "
+            f"--length and --continued add up to {options.length + options.continued} tokens, but the model's "
             f"max_position_embeddings is {limit}; lower them."
         )
     tokenizer = load_tokenizer(options.model)
@@ -133,19 +134,19 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
 
 
 def _good(name: str, chosen: Any, limit: float) -> str:
-    found = f"Good: {chosen.kl:.4f} nats is within {limit:g}, the most likely token is the same at {chosen.top1:.1%}"
+    found = f"Good: {chosen.kl:.4f} nats is within {limit:g}, the likeliest token is the same at {chosen.top1:.1%}"
     if chosen.ratio >= 1:
-        return f"{found}, but the cache saves nothing at this --length; give that of your prompts."
+        return f"{found}, but the cache saves nothing at this --length; set it to that of your prompts."
     return (
-        f"{found}, and the cache is {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate --model {quote(name)}` "
-        "looks for a cheaper setting."
+        f"{found}, and the cache uses {chosen.ratio:.1%} of a dense one's bytes. `hf-diffkv calibrate --model "
+        f"{quote(name)}` looks for a cheaper setting."
     )
 
 
 def _bad(chosen: Any, better: Any, limit: float) -> str:
     lost = f"the configuration loses {chosen.kl:.4f} nats, more than {limit:g}, at {chosen.ratio:.1%} of a dense cache"
     if better is None:
-        return f"{lost}, and so does every token at K8V8; raise --max-kl, or keep the dense cache for this model."
+        return f"{lost}, and so does K8V8 for every token; raise --max-kl, or keep the dense cache for this model."
     precision = better.name.removeprefix("all ")
     return (
         f"{lost}; use --alpha-high 0 --alpha-low 0 --high {precision}, which loses {better.kl:.4f} at "

@@ -29,7 +29,7 @@ class Options(dict):
         return Options, (dict(self),)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("the options of a configuration cannot be changed; make another one with dataclasses.replace.")
+        raise TypeError("a configuration's options cannot be changed; make a new one with dataclasses.replace.")
 
     __setitem__ = __delitem__ = __ior__ = clear = _refuse  # type: ignore[assignment]
     pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
@@ -72,9 +72,9 @@ def as_head_precisions(value: Any) -> HeadPrecisions | None:
             continue
         if None in layer:
             raise ValueError(
-                f"{name} has heads with a precision beside heads without: precisions and thresholds within one layer "
-                "were removed; give every head of the layer a precision, or make the entry None and give alpha_high "
-                "and alpha_low a number for each head."
+                f"{name} has heads with a precision and heads without one: mixing precisions and thresholds within one "
+                "layer is no longer supported; give every head of the layer a precision, or make the entry None and "
+                "give alpha_high and alpha_low a number for each head."
             )
         layers.append(tuple(as_precision(name, one) for one in layer))
         names = sorted({precision.full_name for precision in layers[-1] or ()})
@@ -114,7 +114,7 @@ def as_bytes(name: str, value: Any) -> int | str:
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)
     if share is not None:
         if not 0 < float(share[1]) <= 100:
-            raise ValueError(f"{name}={value!r} is no share of what is free; give more than 0% and at most 100%.")
+            raise ValueError(f"{name}={value!r} is not a share of the free memory; give more than 0% and at most 100%.")
         return f"{share[1]}%"
     try:
         return bytes_in(value)
@@ -130,12 +130,12 @@ def bytes_in(text: str, least: int = 1) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].lower() not in UNITS:
-        raise ValueError(f"{text!r} is no size; write 24GB, 512MiB or a number of bytes.")
+        raise ValueError(f"{text!r} is not a size; write 24GB, 512MiB or a number of bytes.")
     size = int(float(match[1]) * UNITS[match[2].lower()])
     if size < least:
-        raise ValueError(f"{text!r} is nothing; give at least a byte.")
+        raise ValueError(f"{text!r} is less than a byte; give at least one.")
     if not match[2] and 0 < size < LEAST_WITHOUT_UNIT:
-        raise ValueError(f"{text!r} is {size} bytes; write {match[1]}GB, or {size}B if so few are meant.")
+        raise ValueError(f"{text!r} is {size} bytes; write {match[1]}GB, or {size}B if you mean so few.")
     return size
 
 

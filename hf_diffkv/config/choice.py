@@ -10,7 +10,7 @@ from ..heads import lookup
 from ..heads.allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
 from ..heads.sensitivity import MEASURED_FIELDS
 from . import files
-from .latent import LATENT_PRESETS, latent_dims, latent_fields, latent_within, levels_beside
+from .latent import LATENT_PRESETS, default_levels, latent_dims, latent_fields, latent_within
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
 from .until_full import AUTO
 
@@ -40,12 +40,14 @@ def choose(
         ValueError: the preset does not exist, a preset and a ratio are both given, or the ratio cannot be met.
     """
     if preset is not None and target_ratio is not None:
-        raise ValueError(f"preset={preset!r} and target_ratio={target_ratio} are two answers; leave one out.")
+        raise ValueError(
+            f"preset={preset!r} and target_ratio={target_ratio} both choose the precisions; leave one out."
+        )
     named = None if preset is None else preset_named(preset)
     plain = preset_for(model_config, given)
     latent = latent_dims(model_config) is not None
     if LEVEL_FIELDS & set(given):
-        return (levels_beside(given) if latent else named or plain), None
+        return (default_levels(given) if latent else named or plain), None
     saved = _saved(model, check)
     if saved is not None and preset is None and target_ratio is None:
         return saved
@@ -59,7 +61,7 @@ def choose(
     if target_ratio is not None:
         return preset_within(target_ratio, model_config), None
     if calibration is None and (named is not None or plain == PRESETS[DEFAULT_PRESET]):
-        lookup.tell_of_calibration(model)
+        lookup.suggest_calibration(model)
     return (named or plain), None
 
 
@@ -87,7 +89,7 @@ def _within(ratio: float, calibration: dict[str, Any], given: Mapping[str, Any])
 
 def _saved(model: Any, check: Callable[[dict[str, Any]], Any]) -> Choice | None:
     """Reads the configuration saved with a model. Errors name the file, which the user may not know about."""
-    path = lookup.beside(model)
+    path = lookup.saved_config_of(model)
     if path is None:
         return None
     try:

@@ -180,7 +180,7 @@ class DiffKVConfig:
                 f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
             )
         if self.head_precisions is not None and self.policy != "diffkv":
-            raise ValueError(f"head_precisions leave policy={self.policy!r} nothing to choose; leave one of them out.")
+            raise ValueError(f"head_precisions leaves policy={self.policy!r} nothing to choose; leave one of them out.")
         check_until_full(self)
 
     @property
@@ -373,7 +373,7 @@ class DiffKVConfig:
         unknown = sorted(set(values) - set(known))
         if unknown and unknown[0] in _CHOICES:
             raise ValueError(
-                f"{unknown[0]} is no field of DiffKVConfig, as it depends on the model; give it to "
+                f"{unknown[0]} is not a field of DiffKVConfig because it depends on the model; pass it to "
                 f"DiffKVCache(model, {unknown[0]}=...), cache_config or DiffKVConfig.for_model, without a DiffKVConfig."
             )
         if unknown:
@@ -423,7 +423,7 @@ class DiffKVConfig:
             ValueError: `save_directory` is not a folder, or there are `kwargs` without `push_to_hub=True`.
         """
         if kwargs and not push_to_hub:
-            raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
+            raise ValueError(f"{', '.join(kwargs)} can only be used with push_to_hub=True.")
         folder = config_files.new_folder(save_directory)
         text = config_files.to_text(self.to_dict(), self.calibration)
         save_text(text, folder / hub.CONFIG_NAME)
@@ -466,7 +466,7 @@ class DiffKVConfig:
         preset = None if "/" in repo or os.path.isdir(repo) else close_preset(repo)
         if preset is not None:
             raise FileNotFoundError(
-                f"{repo!r} is no folder; did you mean --preset {preset} (preset={preset!r} in Python)?"
+                f"{repo!r} is not a folder; did you mean --preset {preset} (preset={preset!r} in Python)?"
             )
         path = hub.find(name, **kwargs)
         try:

@@ -84,6 +84,6 @@ def new_folder(save_directory: str | os.PathLike) -> Path:
     """Returns a folder to save into, which is created if missing. Raises `ValueError` if it cannot be a folder."""
     folder = as_folder("save_directory", save_directory)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"save_directory={str(folder)!r} is a file; name a folder, it is made if missing.")
+        raise ValueError(f"save_directory={str(folder)!r} is a file; give a folder, which is created if missing.")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

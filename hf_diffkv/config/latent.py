@@ -45,7 +45,7 @@ def latent_fields(name: str) -> dict[str, Any]:
     return {**one_level(Precision.parse(name)), "metadata_bits": 16, "window": 32}
 
 
-def levels_beside(given: Mapping[str, Any]) -> dict[str, Any]:
+def default_levels(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config fields for levels that the user does not give; `high` alone applies to all tokens."""
     if "high" in given and "low" not in given:
         return {"low": given["high"], "alpha_high": 0.0, "alpha_low": 0.0}
@@ -72,7 +72,7 @@ def latent_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
         if ratio <= target_ratio:
             return latent_fields(name)
     raise ValueError(
-        f"target_ratio={target_ratio} is below what {LATENT_LADDER[0]} takes of this model's latents, {ratio:.3f}; "
+        f"target_ratio={target_ratio} is below what {LATENT_LADDER[0]} needs for this model's latents, {ratio:.3f}; "
         "raise it."
     )
 

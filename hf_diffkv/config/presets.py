@@ -77,8 +77,8 @@ def preset_within(target_ratio: float, model_config: Any) -> dict[str, Any]:
         if ratio <= target_ratio:
             return _uniform(name, window=32)
     raise ValueError(
-        f"target_ratio={target_ratio} is below what {LADDER[-1]} takes of heads of {head_dim}, "
-        f"{ratio:.3f}; raise it, or choose precisions or a policy yourself."
+        f"target_ratio={target_ratio} is below what {LADDER[-1]} needs for heads of size {head_dim}, {ratio:.3f}; "
+        "raise it, or choose precisions or a policy yourself."
     )
 
 
@@ -98,7 +98,7 @@ def preset_named(name: str) -> dict[str, Any]:
         hint = f"did you mean {close!r}? Choose" if close else "choose"
         hint += f" one of {', '.join(map(repr, PRESETS))}"
         if isinstance(name, str) and ("/" in name or os.path.isdir(name)):
-            hint += f", or pass what was saved there: DiffKVConfig.from_pretrained({name!r})"
+            hint += f", or load the configuration saved there: DiffKVConfig.from_pretrained({name!r})"
         raise ValueError(f"there is no preset {name!r}; {hint}.")
     return PRESETS[name]
 
@@ -126,7 +126,8 @@ def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]
         name = model_config.name_or_path
     else:
         raise ValueError(
-            f"a {type(model_config).__name__} is no model; pass the model, model.config, or the model's name or folder."
+            f"a {type(model_config).__name__} is not a model; pass the model, model.config, or the model's name or "
+            "folder."
         )
     known = published(name or "")
     if known is not None:
@@ -150,4 +151,4 @@ def _check_name(name: str) -> None:
         return
     close = close_preset(name)
     hint = f"for a preset write preset={close!r}" if close else "pass the model or model.config"
-    raise ValueError(f"{name!r} is no model: neither a folder nor OWNER/NAME of the Hub; {hint}.")
+    raise ValueError(f"{name!r} is not a model: neither a folder nor OWNER/NAME on the Hub; {hint}.")

@@ -112,12 +112,12 @@ def check_until_full(config: BudgetFields) -> None:
     if not isinstance(precise, Precision):
         return
     if config.max_bytes is None:
-        raise ValueError("until_full needs max_bytes, the budget that may become full; set max_bytes as well.")
+        raise ValueError("until_full needs max_bytes, the budget to be filled; set max_bytes as well.")
     layers = final_precisions(config)
     if layers is None:
         raise ValueError(
-            f"until_full={precise.name} needs a final precision for all tokens of a head; give head_precisions, or "
-            "high and low the same precision without alpha_low, or leave until_full out."
+            f"until_full={precise.name} needs a final precision for all tokens of a head; give head_precisions, set "
+            "high and low to the same precision without alpha_low, or leave until_full out."
         )
     for finals in layers:
         first = _first_of(config, finals)
@@ -126,8 +126,8 @@ def check_until_full(config: BudgetFields) -> None:
             continue
         if len(finals) > 1:
             raise ValueError(
-                f"until_full={precise.name}: a layer whose heads have two final precisions begins with the higher "
-                f"one, here {first.name}; leave until_full out, or give each layer one final precision beside it."
+                f"until_full={precise.name}: a layer whose heads have two final precisions begins with the higher one, "
+                f"here {first.name}; leave until_full out, or use it with one final precision per layer."
             )
         raise ValueError(
             f"until_full={precise.name} must need more bits than the final precision {first.name}; raise until_full, "

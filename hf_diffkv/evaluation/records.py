@@ -91,7 +91,7 @@ class RunFolder:
             if before.get(name) != settings.get(name):
                 raise EvaluationError(
                     f"{self.folder} holds a run with {name}={before.get(name)!r}, not {settings.get(name)!r}; choose "
-                    "another --output, or the same settings to go on with it."
+                    "another --output, or the same settings to continue it."
                 )
 
     def add(self, record: Record) -> None:
@@ -120,7 +120,7 @@ def append_record(path: Path, record: Record) -> None:
         with suppress(OSError):
             drop_incomplete_line(path)
         raise EvaluationError(
-            f"cannot write to {path}: {error.strerror}. What was measured is kept: the same command goes on."
+            f"cannot write to {path}: {error.strerror}. Measurements so far are kept: run the same command to continue."
         ) from error
 
 

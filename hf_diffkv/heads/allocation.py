@@ -123,7 +123,7 @@ def check_ratio(
     name, least = min(ratios.items(), key=lambda item: item[1])
     if target_ratio < least:
         raise ValueError(
-            f"target_ratio={target_ratio} is below what {name} takes of every head, {least:.3f}; raise it, or choose "
+            f"target_ratio={target_ratio} is below what {name} needs for every head, {least:.3f}; raise it, or choose "
             "precisions yourself."
         )
 
@@ -154,8 +154,8 @@ def fields_for(
     """
     if calibration is None or SENSITIVITY not in calibration:
         raise ValueError(
-            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --model MODEL` "
-            "measures it and writes one that has, for DiffKVConfig.from_pretrained."
+            "this configuration does not record what a model's heads lose; `hf-diffkv calibrate --model MODEL` "
+            "measures it and writes one that does, for DiffKVConfig.from_pretrained."
         )
     found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio, until_full)
     chosen = {TARGET_RATIO: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}

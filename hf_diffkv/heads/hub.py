@@ -53,7 +53,7 @@ def find(
         )
     except errors.HFValidationError as error:
         raise FileNotFoundError(
-            f"{repo!r} is no folder, and no id of a repository of the Hub; write {CONFIG_NAME} with "
+            f"{repo!r} is neither a folder nor the id of a Hub repository; write {CONFIG_NAME} with "
             "DiffKVConfig.save_pretrained first."
         ) from error
     except errors.RemoteEntryNotFoundError as error:
@@ -63,7 +63,7 @@ def find(
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{CONFIG_NAME} of {repo} is not in the Hub's cache, and the Hub was not asked or could not be reached; "
+            f"{CONFIG_NAME} of {repo} is not in the Hub's cache, and the Hub was not queried or could not be reached; "
             "connect (and leave out local_files_only and HF_HUB_OFFLINE), or give a folder."
         ) from error
     except errors.HfHubHTTPError as error:
@@ -76,8 +76,8 @@ def find(
         if error.errno is None:
             raise
         raise OSError(
-            f"cannot write {CONFIG_NAME} of {repo} into the Hub's cache ({_reason(error)}); give a folder that you may "
-            "write as cache_dir, or as the environment variable HF_HOME."
+            f"cannot write {CONFIG_NAME} of {repo} into the Hub's cache ({_reason(error)}); give a writable folder as "
+            "cache_dir, or as the environment variable HF_HOME."
         ) from error
     return Path(found)
 
@@ -167,7 +167,7 @@ def push(
             commit_message=commit_message,
         )
     except errors.HFValidationError as error:
-        raise ValueError(f"repo_id={repo_id!r} is no id of a repository; write OWNER/NAME.") from error
+        raise ValueError(f"repo_id={repo_id!r} is not a repository id; write OWNER/NAME.") from error
     except errors.LocalTokenNotFoundError as error:
         raise OSError(f"no token to write {repo_id} with; log in with `hf auth login`, or give token=.") from error
     except errors.HfHubHTTPError as error:
@@ -190,13 +190,13 @@ def _hub_error(error: Any, repo: str, revision: str | None, doing: str) -> OSErr
 
     status = getattr(error.response, "status_code", None)
     if isinstance(error, errors.GatedRepoError):
-        return OSError(f"{repo} is gated; ask for access on its page of the Hub, then log in with `hf auth login`.")
+        return OSError(f"{repo} is gated; request access on its Hub page, then log in with `hf auth login`.")
     if isinstance(error, errors.RevisionNotFoundError):
         return FileNotFoundError(f"{repo} on the Hub has no revision {revision!r}; see its branches, tags and commits.")
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
-        what = "neither a folder nor a repository" if doing == "read" else "no repository"
+        what = "neither a folder nor a repository" if doing == "read" else "not a repository"
         return FileNotFoundError(
-            f"{repo!r} is {what} of the Hub that you may {doing}; check the name, and log in with `hf auth login` (or "
+            f"{repo!r} is {what} on the Hub that you may {doing}; check the name, and log in with `hf auth login` (or "
             "give token=) if it is private or yours."
         )
     return OSError(f"the Hub cannot {doing} {repo}: {_reason(error)}; try again later.")

@@ -72,7 +72,7 @@ def weights_known(model: Any) -> bool:
     return identity.digest is not None or identity.mark is not None
 
 
-def beside(model: Any) -> Path | None:
+def saved_config_of(model: Any) -> Path | None:
     """Returns the path of the configuration saved with a model's files, or None.
 
     A Hub repository is queried once, for the commit in the Hub's cache. No answer counts as no configuration.
@@ -98,7 +98,7 @@ def queries_of(model: Any) -> Path | None:
     Args:
         model: loaded model, or its configuration.
     """
-    config = beside(model)
+    config = saved_config_of(model)
     if config is not None:
         near = config.with_name(hub.QUERIES_NAME)
         if near.is_file():
@@ -121,7 +121,7 @@ def queries_path(digest: str) -> Path:
     return user_folder() / f"{digest}{MOMENTS}"
 
 
-def tell_of_calibration(model: Any) -> None:
+def suggest_calibration(model: Any) -> None:
     """Suggests measuring a model's heads to save memory, once per model with identifiable weights."""
     if weights_known(model):
         _tell_how(
@@ -131,7 +131,7 @@ def tell_of_calibration(model: Any) -> None:
         )
 
 
-def tell_of_queries(model: Any) -> None:
+def suggest_query_calibration(model: Any) -> None:
     """Suggests measuring a loaded model's queries to lose less, once per model."""
     _tell_how(
         model,
@@ -163,8 +163,8 @@ def _lookup(model: Any, identity: Identity, suffix: str) -> Path | None:
     path, distance = best
     if distance > SAME:
         _tell(
-            "the heads of %s have not been measured, but its normalisation weights are nearly those of a measured "
-            "model, so that one's measurements are used: %s (docs/calibration.md).",
+            "the heads of %s have not been measured, but its normalisation weights nearly match those of a measured "
+            "model, whose measurements are used: %s (docs/calibration.md).",
             *(loaded_from(model) or "this model", path),
         )
     return path

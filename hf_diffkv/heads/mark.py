@@ -94,7 +94,7 @@ class Mark:
         try:
             return cls(values["kind"], base64.b64decode(values["samples"], validate=True))
         except (KeyError, TypeError, binascii.Error) as error:
-            raise ValueError(f"this is no mark of a model: {error}.") from error
+            raise ValueError(f"this is not the mark of a model: {error}.") from error
 
     def _tensor(self) -> Any:
         """Returns the samples as float32 [weights, SAMPLES]."""

@@ -177,6 +177,6 @@ def _dim_of(triangle: Tensor) -> int:
 
 def _misfit(measured: str, found: str) -> ValueError:
     return ValueError(
-        f"the query moments that were found are of {measured}, but {found}; measure them anew with `hf-diffkv "
+        f"the query moments that were found are for {measured}, but {found}; measure them again with `hf-diffkv "
         "calibrate --model MODEL`, or remove the file; under tensor parallelism call cache.attach(model) first."
     )

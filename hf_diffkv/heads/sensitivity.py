@@ -80,7 +80,7 @@ class Sensitivity:
             ValueError: the bits or groups were not measured.
         """
         if (precision.k_groups, precision.v_groups) != (1, 1):
-            raise ValueError(f"{precision} has groups, and what heads lose was measured without.")
+            raise ValueError(f"{precision} has groups, but what heads lose was measured without them.")
         parts = (
             (self.keys[layer][head], self.key_errors, precision.k_bits, KEY_BITS),
             (self.values[layer][head], self.value_errors, precision.v_bits, VALUE_BITS),

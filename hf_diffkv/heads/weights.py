@@ -146,7 +146,7 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         except (AttributeError, KeyError, ValueError) as error:
-            raise OSError(f"{index} is no index") from error
+            raise OSError(f"{index} is not an index") from error
     whole = folder / FILE_NAME
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 

@@ -18,7 +18,7 @@ from .path import PATH
 INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
 MAX_DIM = 512
 _ERRORS = {
-    1: "an entry of the page table is no page of the pool",
+    1: "an entry of the page table is not a page of the pool",
     2: "a row counts more tokens than its page table has room for",
 }
 _logger = logging.getLogger("hf_diffkv")
@@ -215,14 +215,14 @@ class CorruptMemoryError(RuntimeError):
 @cache
 def library() -> ctypes.CDLL | None:
     """Loads the library; returns None if there is none for this build of the package, and logs that once."""
-    reason = "was not built, as the package was installed without a C++ compiler"
+    reason = "was not built because the package was installed without a C++ compiler"
     if PATH.is_file():
         try:
             found = ctypes.CDLL(str(PATH))
             found.diffkv_abi.restype = ctypes.c_int64
             if found.diffkv_abi() == abi():
                 return _declare(found)
-            reason = "is of another build of the package"
+            reason = "is from another build of the package"
         except (OSError, AttributeError) as error:
             reason = f"cannot be loaded ({error})"
     _logger.warning(

@@ -98,8 +98,7 @@ class PagePool:
         if missing > allowed:
             raise MemoryError(
                 f"the cache needs {missing} more pages of {self.page_bytes} bytes but its limit of {self.max_pages} "
-                "pages is reached; raise max_bytes, lower the thresholds' demand (larger alpha_low), or use a "
-                "smaller batch."
+                "pages is reached; raise max_bytes, lower the demand (larger alpha_low), or use a smaller batch."
             )
         self._add_pages(missing)
 

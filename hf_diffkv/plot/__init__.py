@@ -7,7 +7,7 @@ these functions return, and `save(path)` writes them to a file.
 
 from typing import Any
 
-from ..extras import beside
+from ..extras import import_extra
 from .figure import Picture
 from .overview import levels, precisions
 from .predicted import loss
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # names of other distributions: module, and the extra that installs it
-_BESIDE = {
+_EXTRA_NAMES = {
     **dict.fromkeys(("ColouredText", "text"), ("hf_diffkv_demo.coloured_text", "demo")),
     **dict.fromkeys(("Point", "quality"), ("hf_diffkv_evaluation.scatter", "evaluation")),
     **dict.fromkeys(("curves", "memory", "speed"), ("hf_diffkv_evaluation.lines", "evaluation")),
@@ -35,11 +35,11 @@ _BESIDE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `_BESIDE`. Raises `ImportError` with the command that installs it."""
-    if name not in _BESIDE:
+    """Imports a name of `_EXTRA_NAMES`. Raises `ImportError` with the command that installs it."""
+    if name not in _EXTRA_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(beside(*_BESIDE[name]), name)
+    return getattr(import_extra(*_EXTRA_NAMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_BESIDE})
+    return sorted({*globals(), *_EXTRA_NAMES})

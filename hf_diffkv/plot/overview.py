@@ -91,7 +91,7 @@ def _report_of(cache: DiffKVCache | MemoryReport) -> MemoryReport:
     """Returns the memory report of `cache`; raises `ValueError` for other objects and for empty caches."""
     report = cache.memory() if hasattr(cache, "memory") else cache
     if not hasattr(report, "num_layers"):
-        raise ValueError(f"cache is a {type(cache).__name__}; pass a DiffKVCache, or what its memory() returned.")
+        raise ValueError(f"cache is a {type(cache).__name__}; pass a DiffKVCache, or the result of its memory().")
     if not report.layers:
         raise ValueError("the cache holds nothing yet; generate with it first.")
     return report

@@ -33,15 +33,15 @@ def loss(config: DiffKVConfig, title: str = "") -> Picture:
     ladder = loss_curve(calibration)
     if not ladder:
         raise ValueError(
-            "config does not say what the heads of its model lose; `hf-diffkv calibrate --model MODEL` measures it, "
-            "and DiffKVConfig.from_pretrained reads the folder that it wrote."
+            "config does not record what its model's heads lose; `hf-diffkv calibrate --model MODEL` measures it, and "
+            "DiffKVConfig.from_pretrained reads the folder that it wrote."
         )
     least, most, own = ladder[0].ratio, ladder[-1].ratio, calibration.get("ratio")
     steps = [least + (most - least) * index / BETWEEN for index in range(1, BETWEEN)]
     points = loss_curve(calibration, steps if own is None else [*steps, own])
     figure = new_figure(LOSS_WIDTH, LOSS_HEIGHT)
     bits = 8 * calibration[SENSITIVITY]["element_bytes"]
-    label = f"bytes of a stored token, % of those at {bits} bits an element"
+    label = f"bytes of a stored token, % of those at {bits} bits per element"
     axis = styled(figure.add_subplot(), title, label, "predicted KL to the dense cache, nats")
     each, alone = GROUPS[:2]
     axis.plot(

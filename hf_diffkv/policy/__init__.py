@@ -62,11 +62,11 @@ def _unknown(name: str) -> str:
     if name in REMOVED:
         return (
             f"policy={name!r} was removed; kvpress has methods that drop tokens, and examples/own_policy.py shows how "
-            "to write a policy of your own."
+            "to write your own policy."
         )
     return (
-        f"policy={name!r} is unknown{_meant(name, POLICIES)}; use one of {sorted(POLICIES)}, or make your own known "
-        "with hf_diffkv.policy.register_policy first."
+        f"policy={name!r} is unknown{_meant(name, POLICIES)}; use one of {sorted(POLICIES)}, or register your own with "
+        "hf_diffkv.policy.register_policy first."
     )
 
 

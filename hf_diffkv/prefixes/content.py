@@ -47,8 +47,8 @@ class ContentKeys:
             return found
         if content is None:
             raise ValueError(
-                "input_ids have placeholders of images, video or sound, which other prompts have as well; pass what "
-                "the processor gave as content=inputs, or content={} where nothing stands behind them."
+                "input_ids have placeholders for images, video or sound, which other prompts have as well; pass the "
+                "processor's output as content=inputs, or content={} if they stand for nothing."
             )
         behind = content_digest(content)
         return {length: _both(name, behind) if length > first else name for length, name in found.items()}
@@ -94,7 +94,7 @@ def _add(digest: Any, name: str, value: Any) -> None:
         digest.update(f"{value!r},".encode())
     else:
         raise ValueError(
-            f"content[{name!r}] is a {type(value).__name__}; pass what the processor gave: tensors, numbers or strings."
+            f"content[{name!r}] is a {type(value).__name__}; pass the processor's output: tensors, numbers or strings."
         )
 
 

@@ -65,14 +65,14 @@ class Hierarchy:
         others = sum(not name.startswith(self.fingerprint) for name in self._listed(folder))
         if others:
             warn(
-                f"{folder.folder} holds {others} prefixes of another model, configuration or version; they are "
-                "not used here, count towards folder_bytes, and go when their room is needed."
+                f"{folder.folder} holds {others} prefixes of another model, configuration or version; they are not "
+                "used here, count towards folder_bytes, and are removed when their room is needed."
             )
         try:
             with folder.exclusive():
                 folder.remove(self.victims(folder, Rank(1, 0), 0) or ())
         except OSError as error:
-            self.note_fault("the folder of prefixes cannot be written, they can only be read", error)
+            self.note_fault("the prefix folder cannot be written, so prefixes can only be read", error)
 
     def refresh(self) -> None:
         """Notes prefixes that other processes have added to the folder or removed, and forgets what no tier holds.
@@ -176,7 +176,7 @@ class Hierarchy:
         try:
             return folder.names()
         except OSError as error:
-            self.note_fault("the folder of prefixes cannot be listed", error)
+            self.note_fault("the prefix folder cannot be listed", error)
             return []
 
     def _place(self, name: str, snapshot: Snapshot, first: int) -> None:

@@ -100,7 +100,7 @@ class PrefixStore:
             if not isinstance(value, (int, float)) or not value >= 0:
                 raise ValueError(f"{name}={value!r} must be a number of bytes, 0 or more.")
         if folder is None and folder_bytes is not None:
-            raise ValueError("folder_bytes is given without folder; name the folder, or leave both out.")
+            raise ValueError("folder_bytes is given without folder; give the folder, or leave both out.")
         config_of(model)
         if TensorParallel.of(model).size > 1:
             raise ValueError("a prefix store works in one process; load the model without tp_plan.")
@@ -447,7 +447,7 @@ class PrefixStore:
                 self._tiers.drop_damaged(name, tier, error, warn)
                 continue
             except OSError as error:
-                self._tiers.note_fault("a stored prefix cannot be read, its tokens are computed", error)
+                self._tiers.note_fault("a stored prefix cannot be read, so its tokens are computed", error)
                 continue
             cache.held_tokens.take_up([(0, snapshot.tensors[TOKEN_IDS][None])], cache.get_seq_length())
             return cache, _Hit(name, tier, snapshot)
@@ -476,7 +476,9 @@ class PrefixStore:
         cache.check_handover()
         length = cache.get_seq_length()
         if length > ids.numel():
-            raise ValueError(f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all it was given.")
+            raise ValueError(
+                f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all tokens it was given."
+            )
         for store in cache.stores.all:
             if store.batch_size != 1 or not bool(store.padding.mask().all()):
                 raise ValueError(

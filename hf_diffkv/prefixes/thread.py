@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..extras import beside
+from ..extras import import_extra
 from .hierarchy import Hierarchy, Requests
 
 
@@ -29,4 +29,4 @@ class NoThread:
 
 def make_thread(tiers: Hierarchy, requests: Requests, lock: Any) -> Any:
     """Returns the thread of a store, not started. Raises `ImportError` if the serving package is not installed."""
-    return beside("hf_diffkv_serving.background", "serve").Background(tiers, requests, lock)
+    return import_extra("hf_diffkv_serving.background", "serve").Background(tiers, requests, lock)

@@ -134,7 +134,7 @@ class FolderTier:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise ValueError(
-                f"folder={str(folder)!r} is, or is in, a file; name a folder, it is made if missing."
+                f"folder={str(folder)!r} is, or is in, a file; give a folder, which is created if missing."
             ) from error
         # each thread has its own lock
         self._lock = FileLock(folder / LOCK, timeout=LOCK_SECONDS)

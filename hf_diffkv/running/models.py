@@ -44,7 +44,7 @@ def resolve_model(name: str) -> str:
         raise ValueError(f"there is no folder {name!r}.")
     if name == "tiny-lm":
         if not (TINY_LM / "config.json").is_file():
-            raise ValueError("tiny-lm comes with a checkout of the project only; give smollm2, a Hub id or a folder.")
+            raise ValueError("tiny-lm comes only with a checkout of the project; give smollm2, a Hub id or a folder.")
         return str(TINY_LM)
     for short, hub_id in HUB_IDS.items():
         if name in (short, hub_id):
@@ -142,7 +142,7 @@ def model_from(path: str, dtype: str, device: str, weights: str | None = None) -
         raise ImportError(f"weights={weights!r} needs bitsandbytes: pip install bitsandbytes")
     config = AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"its weights are quantised already; leave weights={weights!r} out.")
+        raise ValueError(f"its weights are already quantised; leave weights={weights!r} out.")
     from .bitsandbytes_weights import quantization_config, settle
 
     kept = config.get_text_config().dtype or torch.float32
@@ -159,7 +159,9 @@ def _from_pretrained(path: str, **options: Any) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(path, **options)
     except SafetensorError as error:
-        raise OSError(f"a file of the weights in {path} is damaged or cut off ({error}); get it again.") from error
+        raise OSError(
+            f"a file of the weights in {path} is damaged or truncated ({error}); download it again."
+        ) from error
 
 
 def hide_progress_bars(quiet: bool) -> None:

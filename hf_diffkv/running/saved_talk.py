@@ -33,4 +33,4 @@ def read_talk(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise EvaluationError(f"cannot read {path}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise EvaluationError(f"{path} is no saved talk.") from error
+        raise EvaluationError(f"{path} is not a saved conversation.") from error

@@ -370,7 +370,7 @@ def _main(job_path: str, run_path: str) -> None:
     try:
         save_text(json.dumps(result), run_path)
     except OSError as error:
-        sys.exit(f"the figures of a run cannot be kept: {error}; set TMPDIR to another folder.")
+        sys.exit(f"the figures of a run cannot be stored: {error}; set TMPDIR to another folder.")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def chat_turns(tokenizer: Any, messages: Sequence[str], system: str | None = Non
         text = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
         before, found, after = text.removeprefix(turns[0]).partition(ANSWER)
         if before or not found:
-            raise ValueError("the chat template changes what stands before an answer; it takes single turns only.")
+            raise ValueError("the chat template changes the text before an answer; it supports single turns only.")
         turns.append(after)
     return turns
 

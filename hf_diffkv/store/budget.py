@@ -138,8 +138,8 @@ def make_room(store: Store, pages: int, growth: Growth | None = None) -> None:
     limit = store.pool.max_pages - 1
     if pages > limit:
         raise MemoryError(
-            f"max_bytes={store.config.max_bytes} leaves room for {limit} pages beside the windows, but {pages} are "
-            "needed to go on; raise max_bytes, or lower window or the batch size."
+            f"max_bytes={store.config.max_bytes} leaves room for {limit} pages besides the windows, but {pages} are "
+            "needed to continue; raise max_bytes, or lower window or the batch size."
         )
     rows = store.all_rows()
     stored = tuple(stored_tokens(rows, tier) for tier in (HIGH, LOW))
@@ -167,8 +167,8 @@ def _note(store: Store, strength: float) -> None:
     """Records the strength; warns the first time the budget tightens a store's thresholds."""
     if strength and not store.tightening:
         warnings.warn(
-            f"max_bytes={store.config.max_bytes} is full: from here on the least significant tokens are kept less "
-            "precisely or pruned (cache.memory() has the thresholds).",
+            f"max_bytes={store.config.max_bytes} is full: from now on, the least significant tokens are kept at lower "
+            "precision or pruned (cache.memory() has the thresholds).",
             stacklevel=2,
         )
     store.tightening = max(store.tightening, strength)

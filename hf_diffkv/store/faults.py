@@ -43,17 +43,17 @@ def no_room(config: DiffKVConfig, needed: int, queries: Tensor | None) -> Memory
         # they have the same size in all caches of a model, and are not counted if the model's own were measured
         also, remedy = f", and the moments of queries ({moments} bytes),", "or give adaptive_rounding=False."
     return MemoryError(
-        f"max_bytes={config.max_bytes} cannot even hold the windows and tables{also} of this cache and a page of "
-        f"tokens ({needed} bytes); raise max_bytes, {remedy}"
+        f"max_bytes={config.max_bytes} cannot even hold this cache's windows and tables{also} and one page of tokens "
+        f"({needed} bytes); raise max_bytes, {remedy}"
     )
 
 
 def changed_mask() -> ValueError:
     """Returns the error for a decode step whose mask does not match the stored tokens."""
     return ValueError(
-        "the attention mask of a step of one token hides tokens that are stored, or shows some that are not. On this "
-        "device tokens can be hidden only together with a forward of several tokens; what was generated since then is "
-        "wrong. Call cache.reset() and start over."
+        "the attention mask of a single-token step hides tokens that are stored, or shows some that are not. On this "
+        "device, tokens can be hidden only in a forward of several tokens; everything generated since then is wrong. "
+        "Call cache.reset() and start over."
     )
 
 

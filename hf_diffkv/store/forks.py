@@ -24,7 +24,7 @@ def fork_store(store: Store) -> Store:
     """
     settle(store)
     if store.revocable:
-        raise ValueError("some tokens may still be taken back; call cache.crop(0) before forking.")
+        raise ValueError("some tokens may still be rolled back; call cache.crop(0) before forking.")
     try:
         if store.twins is None:
             store.twins = weakref.WeakSet([store])

@@ -87,7 +87,7 @@ def _for_pages(stores: Iterable[Store], more: int = 0) -> int:
     for store in stores:
         total = int(store.config.max_bytes or 0)
         pool = max(0, store.pool.bytes - store.pool.capacity * page_bytes(store))
-        fixed += store.bytes_beside_pool() + store.growth() + pool
+        fixed += store.bytes_outside_pool() + store.growth() + pool
     return total - total // GROWTH_PART - fixed
 
 
@@ -124,9 +124,9 @@ def make_fit(parts: Sequence[Part]) -> list[np.ndarray]:
         least = sum(demand.bytes(demand.last) for demand in demands)
         missing = with_growth(least - room + unusable)
         raise MemoryError(
-            f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {names_of(stores, -1)}, "
-            f"{missing} more bytes are needed; raise max_bytes, choose fewer bits, use fewer "
-            "sequences, or give until_full=None, which prunes tokens instead."
+            f"max_bytes={stores[0].config.max_bytes} is full: with all tokens at {names_of(stores, -1)}, {missing} "
+            "more bytes are needed; raise max_bytes, choose fewer bits, use fewer sequences, or set until_full=None, "
+            "which prunes tokens instead."
         )
     with Changing(*stores):
         for part, rungs in zip(parts, chosen):
@@ -302,12 +302,12 @@ def _tell(stores: Sequence[Store]) -> None:
     precise, final = names_of(stores, 0), names_of(stores, -1)
     if not any(state.told_full for state in states):
         _logger.warning(
-            "max_bytes=%d is full: from here on heads are lowered from %s to %s, the least harmful ones first.",
+            "max_bytes=%d is full: from now on, heads are lowered from %s to %s, the least harmful first.",
             *(int(stores[0].config.max_bytes or 0), precise, final),
         )
     done = all(map(_is_final, stores))
     if done and not any(state.told_final for state in states):
-        _logger.warning("all is at %s, room for about %d tokens.", final, room(stores))
+        _logger.warning("everything is at %s, with room for about %d tokens.", final, room(stores))
     for state in states:
         state.told_full, state.told_final = True, state.told_final or done
 

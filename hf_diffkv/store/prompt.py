@@ -126,9 +126,9 @@ def attend_from_newest(
 
     Returns:
         The attention output, [batch, query_heads, n, value_dim], and the attention each key received, as
-        `attend_beside` returns it.
+        `attend_with_past` returns it.
     """
-    (key, value), valid = new.beside(past.earlier), new.valid
+    (key, value), valid = new.attended_with(past.earlier), new.valid
     before, earlier = past.earlier, key.shape[2] - query.shape[2]
     if earlier:
         shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
@@ -139,7 +139,7 @@ def attend_from_newest(
         key, value = key[:, :, earlier:], value[:, :, earlier:]
         valid = None if valid is None else valid[:, earlier:]
         mask = None if mask is None else mask[..., earlier:, earlier:]
-    output, received = attend_beside(store, layer, before, query, key, value, softmax, valid=valid, mask=mask)
+    output, received = attend_with_past(store, layer, before, query, key, value, softmax, valid=valid, mask=mask)
     if earlier and received is not None:
         received = received * _later_share(new, earlier, received.shape[-1])[:, None]
     return output, received
@@ -165,7 +165,7 @@ def _later_share(new: NewPrompt, earlier: int, columns: int) -> Tensor:
     return share
 
 
-def attend_beside(
+def attend_with_past(
     store: Store,
     layer: int,
     past: EarlierTokens,
@@ -181,7 +181,7 @@ def attend_beside(
 
     Args:
         query: query states of the model, [batch, query_heads, Q, key_dim].
-        key, value: keys and values from `NewPrompt.beside`, [batch, heads, Q, dim].
+        key, value: keys and values from `NewPrompt.attended_with`, [batch, heads, Q, dim].
         valid, mask: arguments of `prefill_attention`.
 
     Returns:
@@ -254,7 +254,7 @@ def compress(
     """Updates the sums and decides the levels of new and earlier tokens.
 
     Args:
-        received: attention received by each key, as `attend_beside` returns it.
+        received: attention received by each key, as `attend_with_past` returns it.
         moment: second moment of the queries that keys are rounded for, as `query_moment` returns it.
 
     Raises:

@@ -170,7 +170,7 @@ class PromptPlan:
             else:
                 # the caller stores the layer without kernels
                 self.free, self.looked = 0, False
-                raise MemoryError(f"{need} pages for a layer's new tokens are not free.")
+                raise MemoryError(f"{need} free pages are needed for a layer's new tokens.")
         self.free, self.looked = self.free - need, False
 
 

@@ -134,14 +134,14 @@ def check_integrity(store: Store) -> None:
     _require(((table != NULL_PAGE) == expected).all(), "a page table row disagrees with its counts")
     free = store.pool.free_list.ids()
     owners = torch.bincount(table[expected], minlength=store.pool.capacity)
-    _require((owners[table[expected & changing].long()] == 1).all(), "a page that changes stands twice in a table")
+    _require((owners[table[expected & changing].long()] == 1).all(), "a page that changes appears twice in a table")
     owners *= 1 if store.twins is None else len(store.twins)
     _require((owners[free.long()] == 0).all(), "a free page is owned")
     owned = torch.cat([owners.nonzero()[:, 0], free.long()]).sort().values
     everything = torch.arange(1, store.pool.capacity, device=store.device)
     _require(owned.shape == everything.shape and bool((owned == everything).all()), "a page is lost or owned twice")
     used = owners.nonzero()[:, 0]
-    _require((store.pool.owners(used) == owners[used]).all(), "the owners of a page are counted wrongly")
+    _require((store.pool.owners(used) == owners[used]).all(), "the owner count of a page is wrong")
     _require(free.numel() == store.pool.free_list.free, "the free count disagrees with the free list")
     for layer in range(store.num_layers):
         _check_tokens(store, layer)
@@ -152,7 +152,7 @@ def _check_tokens(store: Store, layer: int) -> None:
     ring = store.window_slots - store.sink_slots
     _require((length - start <= ring).all(), "a window holds more tokens than it has slots")
     ordered = (0 <= end) & (end <= store.sink_slots) & (end <= start) & (start <= torch.maximum(length, end))
-    _require(ordered.all(), "a window does not begin behind the sinks, or begins behind its end")
+    _require(ordered.all(), "a window does not begin after the sinks, or begins after its end")
     seen = torch.zeros(
         store.batch_size * store.num_heads, int(length.max()) + 1, dtype=torch.int32, device=store.device
     )

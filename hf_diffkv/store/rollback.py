@@ -123,7 +123,7 @@ def commit_together(stores: Sequence[Store], rejected: int, share_budget: Callab
     possible = min((store.revocable for store in stores), default=rejected)
     if rejected > possible:
         raise ValueError(
-            f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "
+            f"cannot remove {rejected} tokens: only the last {possible} can be rolled back. Call "
             "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
             "copy.deepcopy of the cache."
         )

@@ -229,14 +229,14 @@ class Store:
     @property
     def bytes(self) -> int:
         """Bytes the device holds for this store; memory shared with forks is divided equally among them."""
-        return (self.pool.bytes + self.bytes_beside_pool()) // self.sharers
+        return (self.pool.bytes + self.bytes_outside_pool()) // self.sharers
 
     @property
     def sharers(self) -> int:
         """Number of stores that share this store's memory, itself included."""
         return 1 if self.twins is None else len(self.twins)
 
-    def bytes_beside_pool(self) -> int:
+    def bytes_outside_pool(self) -> int:
         """Returns the bytes of everything except pages."""
         tensors = sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes
         return tensors + sum(r.bytes for r in self.recorded if r is not None) + self.lowering.promised
@@ -421,7 +421,7 @@ class Store:
         if max_bytes is None:
             return
         growth = self.growth() + (max_bytes + self.taken) // GROWTH_PART
-        other = self.bytes_beside_pool() + growth + more
+        other = self.bytes_outside_pool() + growth + more
         page = self.layout.page_bytes + PAGE_ENTRIES
         if max_bytes - other < page:
             fixed = self.taken + other - growth + self.growth()
@@ -460,8 +460,8 @@ class Store:
         """Raises `ValueError` if pages cannot hold the positions of `tokens` more tokens."""
         if self.layout.high.position_bytes == 2 and self.seen + tokens > NARROW_POSITIONS:
             raise ValueError(
-                f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
-                "16 bits cannot hold; use metadata_bits=32."
+                f"{self.seen + tokens} tokens exceed the model's max_position_embeddings and have positions that do "
+                "not fit in 16 bits; use metadata_bits=32."
             )
 
     def look(self, *tensors: Tensor) -> list[np.ndarray]:

@@ -111,15 +111,15 @@ class NewPrompt:
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         self.key, self.value, self.valid = key, value, valid
         self._store, self._layer = store, layer
-        self._beside_past: tuple[Tensor, Tensor] | None = None
+        self._attended: tuple[Tensor, Tensor] | None = None
 
-    def beside(self, past: EarlierTokens) -> tuple[Tensor, Tensor]:
+    def attended_with(self, past: EarlierTokens) -> tuple[Tensor, Tensor]:
         """Returns keys and values in the form used for attention together with `past`."""
         if past.rows is None:
             return self.key, self.value
-        if self._beside_past is None:
-            self._beside_past = stored_form(self._store, self._layer, self.key, self.value)
-        return self._beside_past
+        if self._attended is None:
+            self._attended = stored_form(self._store, self._layer, self.key, self.value)
+        return self._attended
 
     def stored(self) -> tuple[PromptSource, Tensor | None]:
         """Returns the keys and values to store, and the rows' new offset.
@@ -128,8 +128,8 @@ class NewPrompt:
         """
         store, layer = self._store, self._layer
         offset = self._fixed_offset()
-        if offset is None and self._beside_past is not None:
-            return PromptSource(store.ops, *self._beside_past, None, None, None), None
+        if offset is None and self._attended is not None:
+            return PromptSource(store.ops, *self._attended, None, None, None), None
         held = store.rows(layer).offset if offset is None else offset
         return PromptSource(store.ops, self.key, self.value, store.key_rotation, store.value_rotation, held), offset
 

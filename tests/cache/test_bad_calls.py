@@ -129,7 +129,7 @@ def test_saving_and_loading_with_what_is_not_the_model(tmp_path: Path) -> None:
     model = tiny_model("llama")
     cache = DiffKVCache(model.config)
     generate(model, **passing(cache))
-    with raises(ValueError, "configuration of model", "its own model"):
+    with raises(ValueError, "model's configuration", "model of this cache"):
         cache.save_pretrained(tmp_path / "folder", tiny_model("qwen3"))
     assert not (tmp_path / "folder").exists()
     cache.save_pretrained(tmp_path, model)

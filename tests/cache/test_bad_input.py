@@ -106,7 +106,12 @@ BAD_FIELDS = [
     ({"head_precisions": [None, ["K4V9"]]}, ("head_precisions[1]='K4V9'", "v_bits=9")),
     (
         {"head_precisions": [None, ["K4V3", None]]},
-        ("head_precisions[1]", "thresholds within one layer were removed", "every head", "alpha_high and alpha_low"),
+        (
+            "head_precisions[1]",
+            "thresholds within one layer is no longer supported",
+            "every head",
+            "alpha_high and alpha_low",
+        ),
     ),
     ({"head_precisions": [["K4V3", "K3V3", "K3V2"]] * 2}, ("head_precisions[0]", "3 precisions", "can have two")),
     ({"head_precisions": [["K4V3"] * 2] * 2, "policy": "leankv"}, ("head_precisions", "policy='leankv'", "leave one")),
@@ -448,7 +453,7 @@ def test_masks_that_cannot_be_honoured() -> None:
     packed = allowed.clone()
     packed[1, 0, 3:, past : past + 3] = False
     for mask, words in (
-        (hidden, ("hides some past tokens", "by none")),
+        (hidden, ("hides some past tokens", "to none")),
         (causal, ("mask covers 5 keys", "seen 26", "past ones included")),
         (bias, ("bias", "allow or forbid")),
         (allowed.long(), ("torch.int64", "mask.bool()")),

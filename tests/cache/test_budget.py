@@ -229,7 +229,7 @@ def test_a_refused_step_has_tightened_nothing(pages: int) -> None:
     settle(store)
     # the host reads the device
     store.forget_bounds()
-    limit = store.bytes_beside_pool() + store.growth() + pages * 516
+    limit = store.bytes_outside_pool() + store.growth() + pages * 516
     run.cache.config = run.cache.stores.config = store.config = budget(limit * 257 // 256)
     before = contents(run.cache)
     with pytest.raises(MemoryError) if pages < 26 else nullcontext():

@@ -168,9 +168,9 @@ def test_the_compiler_captures_nothing_itself() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"mode": "fastest"}, "mode='fastest' is not known; use one of"),
+        ({"mode": "fastest"}, "mode='fastest' is unknown; use one of"),
         ({"backend": "cudagraphs"}, "captures steps, which DiffKVCache does already"),
-        ({"mode": "max-autotune", "options": {"epilogue_fusion": True}}, "a mode and options"),
+        ({"mode": "max-autotune", "options": {"epilogue_fusion": True}}, "both mode and options"),
     ],
 )
 def test_what_cannot_be_asked_for(options: dict, message: str) -> None:

@@ -193,7 +193,7 @@ def test_what_cannot_be_taken_back_raises_and_changes_nothing(name: str) -> None
     twin = run.on(copy.deepcopy(run.cache))
     with pytest.raises(ValueError, match="activate_past_recording"):
         run.cache.crop(-1)
-    with pytest.raises(ValueError, match="0 or negative"):
+    with pytest.raises(ValueError, match="0 or a negative"):
         run.cache.crop(1)
     assert_equal_contents(run.cache, twin.cache)
 

@@ -162,7 +162,7 @@ def test_an_interrupt_in_the_first_layer(
 UNDONE = {
     "levels of a chunk": (chunk, prompt, "decide_levels"),
     "window of a chunk": (chunk, prompt, "_exact_tokens"),
-    "attention of a chunk": (chunk, prompt, "attend_beside"),
+    "attention of a chunk": (chunk, prompt, "attend_with_past"),
 }
 
 

@@ -112,7 +112,7 @@ def test_figures_of_a_run_without_room(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(side_by_side, "execute", fail)
     job = side_by_side.Job(side_by_side.DIFFKV, "tiny-lm", ["text"], 1, {}, "auto", "cpu", 0, False)
     (tmp_path / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
-    with full_disk(), pytest.raises(SystemExit, match="cannot be kept: .*run.json.*set TMPDIR"):
+    with full_disk(), pytest.raises(SystemExit, match="cannot be stored: .*run.json.*set TMPDIR"):
         side_by_side._main(str(tmp_path / "job.json"), str(tmp_path / "run.json"))
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
 

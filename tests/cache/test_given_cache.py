@@ -167,7 +167,7 @@ def test_a_model_that_never_uses_the_cache(monkeypatch: Any) -> None:
         return outputs
 
     monkeypatch.setattr(type(model), "forward", forward)
-    with pytest.raises(CacheNotUsedError, match="without giving their keys and values"):
+    with pytest.raises(CacheNotUsedError, match="without passing their keys and values"):
         generate(model, prompt(20), use_cache=True, **passing(DiffKVCache(model.config, LOSSLESS)))
 
 

@@ -53,7 +53,9 @@ def continued(ids: Tensor, row: int = 0, position: int | None = None) -> Tensor:
 def refused(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, position: int, row: int = 0) -> None:
     """Nothing has changed after the refusal."""
     before = contents(cache)
-    with raises(ValueError, f"part at position {position} of sequence {row},", "cache.reset()", "whole conversation"):
+    with raises(
+        ValueError, f"differ from position {position} of sequence {row} on,", "cache.reset()", "whole conversation"
+    ):
         generate(model, ids, cache)
     assert contents(cache) == before
 
@@ -74,7 +76,7 @@ def test_an_unrelated_prompt_without_a_mask(model: PreTrainedModel) -> None:
     """The prompt is refused, and accepted after `reset()`."""
     cache, _ = begun(model)
     other = tokens(1, 2 * PROMPT, seed=9)
-    with raises(ValueError, "part at position 0", "new DiffKVCache"):
+    with raises(ValueError, "differ from position 0", "new DiffKVCache"):
         model.generate(other, **passing(cache), max_new_tokens=2, pad_token_id=0)
     cache.reset()
     fresh = DiffKVCache(model.config, CONFIG)
@@ -94,7 +96,7 @@ def test_what_padding_says_is_nothing(model: PreTrainedModel) -> None:
     mask[1, :7] = 0
     written = generate(model, ids, cache, attention_mask=mask)
     mask = torch.cat([mask, torch.ones(2, NEW + LONGER, dtype=torch.int64)], dim=1)
-    with raises(ValueError, "part at position 7 of sequence 1"):
+    with raises(ValueError, "differ from position 7 of sequence 1"):
         generate(model, continued(written, 1, 7), cache, attention_mask=mask)
     generate(model, continued(written, 1, 6), cache, attention_mask=mask)
 

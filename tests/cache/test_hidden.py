@@ -238,11 +238,11 @@ def test_where_the_host_must_not_wait_it_is_noticed_later(monkeypatch: pytest.Mo
     forks = [run.on(copy.deepcopy(run.cache)) for _ in range(3)]
     for each in forks:
         each.feed(tokens(4, 1))
-    with pytest.raises(ValueError, match=r"step of one token hides.*reset\(\)"):
+    with pytest.raises(ValueError, match=r"single-token step hides.*reset\(\)"):
         forks[0].steps(tokens(4, 9))
-    with pytest.raises(ValueError, match=r"step of one token hides.*reset\(\)"):
+    with pytest.raises(ValueError, match=r"single-token step hides.*reset\(\)"):
         forks[1].feed(tokens(4, 2))
-    with pytest.raises(ValueError, match=r"step of one token hides.*reset\(\)"):
+    with pytest.raises(ValueError, match=r"single-token step hides.*reset\(\)"):
         forks[2].cache.check_integrity()
 
 

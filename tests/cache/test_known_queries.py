@@ -163,15 +163,15 @@ def test_moments_of_another_model_are_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     layers, heads = (tiny_model("llama", **{name: 4}) for name in ("num_hidden_layers", "num_key_value_heads"))
     moments_on(layers, documents()).save(tmp_path / QUERIES_NAME)
-    with pytest.raises(ValueError, match="are of 4 layers, but 2 layers of this model are compressed"):
+    with pytest.raises(ValueError, match="are for 4 layers, but 2 layers of this model are compressed"):
         DiffKVCache(model)
     moments_on(heads, documents()).save(tmp_path / QUERIES_NAME)
     cache = DiffKVCache(model)
-    with pytest.raises(ValueError, match="are of 4 KV heads of 16 in layer 0, but that layer has 2 of 16"):
+    with pytest.raises(ValueError, match="are for 4 KV heads of 16 in layer 0, but that layer has 2 of 16"):
         continued(model, cache, IDS)
     shape = AttentionShape(2, 4, 16, 16, torch.float32, torch.device("cpu"))
     slots = Slots(CONFIG, shape, 2, 2, max_tokens=64, max_bytes=1 << 22)
-    with pytest.raises(ValueError, match="are of 4 KV heads of 16 in layer 0, but that layer has 2 of 16"):
+    with pytest.raises(ValueError, match="are for 4 KV heads of 16 in layer 0, but that layer has 2 of 16"):
         slots.use_moments(QueryMoments.load(tmp_path / QUERIES_NAME))
 
 

@@ -77,7 +77,7 @@ def test_a_cache_with_thresholds_beside_precisions_says_so(tmp_path: Path) -> No
         content["config"]["head_precisions"] = [["K8V4", None], [None, "K4V2"]]
 
     model_config = taken_here("paper", tmp_path / "old", split)
-    with pytest.raises(CacheFileError, match=r"head_precisions\[0\] .* were removed; give every head"):
+    with pytest.raises(CacheFileError, match=r"head_precisions\[0\] .* is no longer supported; give every head"):
         DiffKVCache.from_pretrained(tmp_path / "old", model_config)
 
 

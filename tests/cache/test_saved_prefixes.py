@@ -260,7 +260,7 @@ def test_a_configuration_of_another_model_is_refused(model: PreTrainedModel, sav
             ValueError, match=f"model is a {type(other).__name__}; pass the model itself, or its configuration"
         ):
             DiffKVCache.from_pretrained(saved, other)
-    with pytest.raises(ValueError, match="device=cpu is given beside a model"):
+    with pytest.raises(ValueError, match="device=cpu cannot be combined with a model"):
         DiffKVCache.from_pretrained(saved, model, device="cpu")
 
 

@@ -216,7 +216,7 @@ def test_an_abandoned_forward_is_noticed(count: int) -> None:
     run = started(model, LENGTHS, CONFIG)
 
     def stop(*_: Any) -> None:
-        with pytest.raises(HandOverError, match="under way"):
+        with pytest.raises(HandOverError, match="in progress"):
             run.cache.levels(READ)
         raise Stop
 
@@ -258,7 +258,7 @@ def test_a_reader_with_another_mask_is_noticed() -> None:
         return args, {**kwargs, "attention_mask": mask}
 
     hook = attention_of(model, LAST).register_forward_pre_hook(other_mask, with_kwargs=True)
-    with pytest.raises(HandOverError, match="another attention mask"):
+    with pytest.raises(HandOverError, match="different attention mask"):
         run.feed(tokens(3, 2))
     hook.remove()
     with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
@@ -315,7 +315,7 @@ def test_keys_that_were_moved_to_another_device_are_noticed() -> None:
 
     def moved(*_: Any) -> None:
         key = torch.empty(cache.layers[READ].awaited.shape, device="meta")
-        with pytest.raises(HandOverError, match="several devices"):
+        with pytest.raises(HandOverError, match="different devices"):
             diffkv_attention(attention_of(model, LAST), key, key, key, None)
         seen.append(cache.stores.broken)
 

@@ -139,9 +139,9 @@ def test_what_is_full_and_what_is_final_is_said_once(caplog: pytest.LogCaptureFi
             run.steps(tokens(3, 900))
     full, final = [record.getMessage() for record in caplog.records]
     assert full == (
-        "max_bytes=110000 is full: from here on heads are lowered from K8V8 to K5V4, the least harmful ones first."
+        "max_bytes=110000 is full: from now on, heads are lowered from K8V8 to K5V4, the least harmful first."
     )
-    assert final.startswith("all is at K5V4, room for about ")
+    assert final.startswith("everything is at K5V4, with room for about ")
 
 
 def test_today_s_rule_is_there_for_those_who_ask() -> None:
@@ -229,7 +229,7 @@ def test_a_budget_may_be_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch
     named = {name for layer in memory.layers for name in layer.precisions}
     assert named <= {"K8V8", "K5V4", "K8V8/K5V4"} and len(named) > 1
     for wrong in ("0%", "101%"):
-        with pytest.raises(ValueError, match=f"max_bytes='{wrong}' is no share"):
+        with pytest.raises(ValueError, match=f"max_bytes='{wrong}' is not a share"):
             budget(wrong)
 
 
@@ -239,12 +239,12 @@ def test_moments_of_queries_that_take_the_room_are_named() -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, **heads))
     ids = torch.arange(200)[None] % 64
     moments = 2 * 2 * 128 * 128 * 4
-    said = rf"the windows and tables, and the moments of queries \({moments} bytes\),.* or give adaptive_rounding=False"
+    said = rf"windows and tables, and the moments of queries \({moments} bytes\),.* or give adaptive_rounding=False"
     with pytest.raises(MemoryError, match=said):
         model.generate(ids, cache=DiffKVCache(model, max_bytes=300_000), max_new_tokens=2)
     without = DiffKVCache(model, max_bytes=300_000, adaptive_rounding=False)
     assert model.generate(ids, cache=without, max_new_tokens=2).shape[1] == 202
-    with pytest.raises(MemoryError, match="hold the windows and tables of this cache.*lower window, sinks"):
+    with pytest.raises(MemoryError, match="hold this cache's windows and tables.*lower window, sinks"):
         model.generate(ids, cache=DiffKVCache(model, max_bytes=100_000), max_new_tokens=2)
 
 

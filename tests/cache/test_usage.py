@@ -45,7 +45,7 @@ def test_a_model_that_is_copied_along_goes_on() -> None:
 def test_a_window_beyond_all_memory(field: str, tokens: int) -> None:
     model = tiny_model("llama")
     cache = DiffKVCache(model, DiffKVConfig(**{field: tokens}))
-    with pytest.raises(MemoryError, match=f"{tokens}.* do not fit into memory; lower them"):
+    with pytest.raises(MemoryError, match=f"{tokens}.* do not fit in memory; lower them"):
         model.generate(torch.randint(1, 64, (1, 20)), **passing(cache), max_new_tokens=3)
 
 

@@ -337,7 +337,7 @@ def test_reports_within_a_forward_are_refused_and_change_nothing() -> None:
     def look(*_: Any) -> None:
         for report in (look_at_memory, look_at_levels, look_at_integrity, copy.deepcopy):
             if held(cache) or report is not look_at_levels:
-                with pytest.raises(HandOverError, match="under way"):
+                with pytest.raises(HandOverError, match="in progress"):
                     report(cache)
         # these know what the host knows
         look_in_short(cache)

@@ -42,7 +42,7 @@ def test_a_model_with_forks_crops_and_saved_caches(tmp_path: Path, fields: dict)
         each.crop(0)
     for other in (fork, loaded):
         assert_equal_contents(other.cache, run.cache)
-    with pytest.raises(ValueError, match="keeps no significance.*alpha_high"):
+    with pytest.raises(ValueError, match="tracks no significance.*alpha_high"):
         run.cache.significance(0)
     assert len(run.cache.stores.all) == (1 if fields is UNIFORM else 2)
 
@@ -54,5 +54,5 @@ def test_caches_saved_with_scores_are_refused(tmp_path: Path) -> None:
     content |= {"format_version": 3}
     del content["checksum"]
     (tmp_path / JSON_NAME).write_text(json.dumps({**content, "checksum": _checksum(content)}))
-    with pytest.raises(CacheFileError, match="scores and positions.*read its text with the model again"):
+    with pytest.raises(CacheFileError, match="scores and positions.*run the model on its text again"):
         DiffKVCache.from_pretrained(tmp_path, model)

@@ -155,7 +155,7 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="cannot read"):
         read_pieces(str(tmp_path / "bytes"))
     for missing in ("no-file", "folder/no-file.txt", str(tmp_path)):
-        with pytest.raises(EvaluationError, match="there is no such file, and it is no data set of the Hub"):
+        with pytest.raises(EvaluationError, match="there is no such file, and it is not a Hub data set"):
             read_pieces(missing)
     assert len(list(read_pieces("offline"))) > 10
 
@@ -363,7 +363,7 @@ def test_what_was_measured_is_not_measured_again(
     assert command(calibrated, *ON_TEXT, "--max-kl", str(kls[-1])) == 0
     assert command(calibrated, *ON_TEXT, "--max-kl", str(kls[0] / 2)) == 1
     output = capsys.readouterr()
-    assert "nothing is good enough: the best is alpha_high=1, alpha_low=0 with KL" in output.err
+    assert "no setting is good enough: the best is alpha_high=1, alpha_low=0 with KL" in output.err
     assert "| 1 | 0 |" in output.out and "too much" in output.out
     assert not (calibrated / CONFIG_NAME).exists()
     assert (calibrated / "records.jsonl").read_text() == records
@@ -428,16 +428,16 @@ def test_losses_of_a_task_are_below_the_dense_cache(
     assert "loss of facts (right)" in capsys.readouterr().out
 
     assert command(tmp_path / "b", "--task", "no-facts", "--max-loss", "1", *grid) == 2
-    assert "the dense cache gets nothing of task 'no-facts' right, so nothing can be lost" in capsys.readouterr().err
+    assert "the dense cache gets nothing right in task 'no-facts', so nothing can be lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--max-loss", "1"], "--max-loss and --task go together"),
-        (["--task", "text"], "--max-loss and --task go together"),
+        (["--max-loss", "1"], "--max-loss and --task must be given together"),
+        (["--task", "text"], "--max-loss and --task must be given together"),
         (["--task", "text", "--max-loss", "1", "--text", "x"], "leave --text out"),
-        (["--max-kl", "-1"], "a limit of -1.0 cannot be kept"),
+        (["--max-kl", "-1"], "a limit of -1.0 cannot be met"),
         (["--length", "0"], "'--length': 0 is too few; give at least 1."),
         (["--task", "text", "--max-loss", "1", "--max-kl", "1"], "with --task give --max-loss"),
         (["--method", "dense"], "--method dense: only diffkv"),
@@ -459,4 +459,4 @@ def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path, capsy
 @pytest.mark.parametrize("values", ["", "a", "1,-2", "nan"])
 def test_bad_grids(values: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(tmp_path, "--alpha-high", values) == 2
-    assert "is no list of numbers of at least 0" in capsys.readouterr().err
+    assert "is not a list of numbers of at least 0" in capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_bad_input() -> None:
     model, tokenizer = load(), AutoTokenizer.from_pretrained(TINY_LM)
     with pytest.raises(ValueError, match="text needs a tokenizer"):
         probe_keys(model, text="abc")
-    with pytest.raises(ValueError, match="the text has [0-9]+ tokens, of 200 needed"):
+    with pytest.raises(ValueError, match="the text has [0-9]+ tokens but 200 are needed"):
         probe_keys(model, tokenizer, "abc")
     with pytest.raises(ValueError, match="tokens=3 must be at least 16"):
         probe_keys(model, tokens=3)

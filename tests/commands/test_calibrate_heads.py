@@ -158,7 +158,7 @@ def test_an_interrupted_command_says_how_to_go_on(first_run: tuple[list[str], Ru
     _, interrupted, done = first_run
     assert interrupted.code == 130
     last = interrupted.err.splitlines()[-1]
-    assert last.startswith("hf-diffkv: interrupted. What was measured is kept in ") and "the same command" in last
+    assert last.startswith("hf-diffkv: interrupted. Measurements so far are kept in ") and "the same command" in last
     assert "2 of 8 documents were measured before" in done.err.splitlines()
     assert [line.split(" (")[0] for line in done.err.splitlines() if line.startswith("document ")] == [
         f"document {number} of 8" for number in range(3, 9)
@@ -253,9 +253,9 @@ def test_another_ratio_measures_nothing(calibrated: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(heads_module, "Following", refuse)
     assert command(calibrated, "--ratio", "0.3") == 0
     assert DiffKVConfig.from_pretrained(calibrated) == larger
-    with pytest.raises(ValueError, match="target_ratio=0.05 is below what K2V2 takes of every head, 0.141"):
+    with pytest.raises(ValueError, match="target_ratio=0.05 is below what K2V2 needs for every head, 0.141"):
         config.with_ratio(0.05)
-    with pytest.raises(ValueError, match="what the heads of a model lose; `hf-diffkv calibrate --model MODEL`"):
+    with pytest.raises(ValueError, match="what a model's heads lose; `hf-diffkv calibrate --model MODEL`"):
         DiffKVConfig().with_ratio(0.2)
 
 
@@ -281,10 +281,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_measuring(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "0.1"], "--ratio 0.1 is below what K2V2 takes of every head, 0.141; raise it, or choose"),
+        (["--ratio", "0.1"], "--ratio 0.1 is below what K2V2 needs for every head, 0.141; raise it, or choose"),
         (["--ratio", "0"], "--ratio 0.0 must be a number above 0"),
-        (["--ratio", "0.2", "--max-kl", "1", "--task", "text"], "--max-kl, --task measures thresholds, by which"),
-        (["--ratio", "0.2", "--documents", "2"], "--documents measures thresholds, by which tokens are chosen"),
+        (["--ratio", "0.2", "--max-kl", "1", "--task", "text"], "--max-kl, --task measures thresholds for choosing"),
+        (["--ratio", "0.2", "--documents", "2"], "--documents measures thresholds for choosing tokens"),
         (["--ratio", "0.2", "--thresholds"], "--thresholds measures thresholds"),
         (["--text", str(SHORT), "--length", "4000"], "4 documents need 16128; lower --length, or give a longer text"),
         (["--ratio", "0.2", "--length", "5000"], "lower length"),

@@ -63,12 +63,12 @@ def test_plan_says_when_heads_are_lowered(capsys: pytest.CaptureFixture[str]) ->
     assert main([*plan, "--max-bytes", "1.5MB", "--batch", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "With a budget (max_bytes) of 1.50 MB, all tokens are K8V8 at first; from" in text
-    assert "tokens of each of 2 requests on heads are lowered to K5V4, and room ends at" in text
+    assert "tokens of each of 2 requests on, heads are lowered to K5V4, and room ends at" in text
     assert main([*plan, "--max-bytes", "2MB"]) == 2
-    assert "max_bytes=2000000 is above the" in " ".join(capsys.readouterr().err.split())
+    assert "max_bytes=2000000 exceeds the" in " ".join(capsys.readouterr().err.split())
     assert main(["plan", "--model", "tiny-lm", "--memory", "1GB"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "all tokens are K8V8 up to the 4,096 that the model takes; nothing is lowered." in text
+    assert "all tokens are K8V8 up to the model's limit of 4,096; nothing is lowered." in text
 
 
 @pytest.mark.parametrize("levels", [[], ["--high", "K8V4", "--low", "K4V2", "--high-share", "0.5"]])
@@ -98,7 +98,7 @@ def test_plan_of_a_budget_below_the_windows(capsys: pytest.CaptureFixture[str]) 
     # which a real cache refuses
     model = AutoModelForCausalLM.from_pretrained(TINY_LM)
     ids = torch.zeros(1, 10, dtype=torch.int64)
-    with pytest.raises(MemoryError, match="cannot even hold the windows and tables"):
+    with pytest.raises(MemoryError, match="cannot even hold this cache's windows and tables"):
         model.generate(ids, max_new_tokens=2, cache_implementation="diffkv", cache_config={"max_bytes": 50_000})
 
 
@@ -110,7 +110,7 @@ def test_plan_marks_what_the_model_cannot_take(
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 40
     assert "DiffKV, K2V1" in text and "DiffKV, 50% K8V4" in text
-    assert text.count("longest context: 4,096*") == 5 and "* all that the model takes (4,096)" in text
+    assert text.count("longest context: 4,096*") == 5 and "* the model's limit (4,096)" in text
 
 
 def test_plan_predicts_and_draws_what_heads_lose(
@@ -120,7 +120,7 @@ def test_plan_predicts_and_draws_what_heads_lose(
     plan = ["plan", "--model", "tiny-lm", "--memory", "1GB"]
     assert found_by(capsys, *plan)["predicted_loss"] == []
     assert main([*plan, "--plot", str(tmp_path / "loss.png")]) == 2
-    assert "those of this model were not measured" in capsys.readouterr().err
+    assert "this model's heads were not measured" in capsys.readouterr().err
     keep(measured(AutoModelForCausalLM.from_pretrained(TINY_LM)))
     found = found_by(capsys, *plan, "--preset", "small")
     assert "by head" in found["caches"][-1]["cache"]
@@ -171,7 +171,7 @@ def test_a_talk_on_one_cache_that_is_saved_and_goes_on(
     text = capsys.readouterr().out
     held = cache.memory()
     assert text.startswith("1177\n")
-    assert f"{cache.get_seq_length()} tokens take {held.bytes / 1e6:.2f} MB, {held.ratio:.1%}" in " ".join(text.split())
+    assert f"{cache.get_seq_length()} tokens use {held.bytes / 1e6:.2f} MB, {held.ratio:.1%}" in " ".join(text.split())
     layer = held.layers[2]
     stored, window = sum(layer.high) + sum(layer.low), sum(layer.window)
     row = next(line for line in text.splitlines() if line.startswith("layer 2"))
@@ -187,7 +187,7 @@ def test_a_talk_on_one_cache_that_is_saved_and_goes_on(
         ("/nope", "there is no command /nope"),
         ("/save", "/save needs a folder."),
         ("/save /dev/null/saved", "cannot save to /dev/null/saved: Not a directory."),
-        ("a" * 4096, "the talk has"),
+        ("a" * 4096, "the conversation has"),
         ("a\udcff", "stdin is not UTF-8 text."),
     ],
 )
@@ -224,7 +224,7 @@ def test_an_answer_that_is_cut_off(
     printed = capsys.readouterr()
     said = " ".join(printed.err.split())
     assert said.count("450000 is full: with all tokens at") == 1
-    assert said.count("cannot go on; /reset begins anew.") == 3
+    assert said.count("cannot continue; /reset starts over.") == 3
     assert not (tmp_path / "saved").exists()
     assert "Everything is forgotten.\n> The cache is empty." in printed.out
 
@@ -316,7 +316,7 @@ def test_verify_of_what_is_good_enough(capsys: pytest.CaptureFixture[str]) -> No
     assert [line.split()[0] for line in printed.out.splitlines()[1:3]] == ["lossless", "chosen"]
     assert main([*run, "--length", "40"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert said.endswith("but the cache saves nothing at this --length; give that of your prompts.")
+    assert said.endswith("but the cache saves nothing at this --length; set it to that of your prompts.")
 
 
 def test_verify_finds_a_cache_that_is_wrong(

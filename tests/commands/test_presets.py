@@ -72,7 +72,7 @@ def test_what_loads_no_weights_knows_them_by_their_files(
                 options = ["--high", "K8V4"]
             assert main([*arguments, *options]) == 0
             said = " ".join(capsys.readouterr().err.split())
-            assert ("is known once its weights are on this machine" in said) == (open_to_heads and not here)
+            assert ("is known only once its weights are on this machine" in said) == (open_to_heads and not here)
     assert main(["inspect", "--model", name, "--preset", "small", "--json"]) == 0
     expected = DiffKVConfig.for_model(model, preset="small") if here else DiffKVConfig.preset("small")
     assert config_in(capsys.readouterr().out) == expected and (expected.head_precisions is not None) == here

@@ -83,16 +83,16 @@ def test_a_ratio_that_cannot_be_had_is_said_before_the_weights_are_loaded(
     """The heads of tiny-lm are not measured here."""
     monkeypatch.setattr("hf_diffkv.running.models.load_model", lambda *args: pytest.fail("loads the weights"))
     assert main([*arguments, "--ratio", str(RATIO)]) == 2
-    assert "--ratio 0.2 is below what K4V2 takes" in capsys.readouterr().err
+    assert "--ratio 0.2 is below what K4V2 needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--ratio", "2"], "'2' is no ratio; give a number above 0 and at most 1, such as 0.23."),
-        (["--ratio", "a"], "'a' is no ratio"),
-        (["--ratio", "0.3", "--preset", "small"], "--ratio and --preset do not go together; leave one out."),
-        (["--ratio", "0.3", "--lossless"], "--lossless and --ratio do not go together; leave one out."),
+        (["--ratio", "2"], "'2' is not a ratio; give a number above 0 and at most 1, such as 0.23."),
+        (["--ratio", "a"], "'a' is not a ratio"),
+        (["--ratio", "0.3", "--preset", "small"], "--ratio and --preset cannot be combined; leave one out."),
+        (["--ratio", "0.3", "--lossless"], "--lossless and --ratio cannot be combined; leave one out."),
         (["--ratio", "0.3", "--low", "K4V2"], "--ratio 0.3 chooses bits and levels; leave --low out."),
     ],
 )

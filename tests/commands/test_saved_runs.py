@@ -64,11 +64,11 @@ def test_wrong_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GENERATE, NEXT, "--load-cache", str(tmp_path)]) == 2
     assert "talk.json: No such file or directory" in capsys.readouterr().err
     assert main([*GENERATE, NEXT, "--load-cache", str(tmp_path), "--preset", "small"]) == 2
-    assert "--load-cache has a configuration of its own; leave options of the cache out." in capsys.readouterr().err
+    assert "--load-cache has its own configuration; leave cache options out." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [{"ids": 5}, {"ids": "abc"}, {"ids": [[1, 2]]}, {"ids": [1.5]}, {"first": 7}])
 def test_a_damaged_talk(damage: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "talk.json").write_text(json.dumps({"ids": [1, 2], "first": "a", **damage}))
     assert main([*GENERATE, NEXT, "--load-cache", str(tmp_path)]) == 2
-    assert "talk.json is no saved talk." in capsys.readouterr().err
+    assert "talk.json is not a saved conversation." in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_a_talk_outlives_ctrl_c(tmp_path: Path) -> None:
     terminal.wait_for("layers\\s+compressed")
     terminal.wait_for("> ")
     terminal.type("/help\n")
-    terminal.wait_for("leave, as Ctrl-D does")
+    terminal.wait_for("quit, like Ctrl-D")
     terminal.wait_for("> ")
     terminal.type("/nonsense\n")
     terminal.wait_for(r"there is no command /nonsense; /help\s+lists them")
@@ -128,7 +128,7 @@ def test_a_talk_outlives_ctrl_c(tmp_path: Path) -> None:
     terminal.wait_for("> ")
     # a signal between the prompt and the wait for keys does not wake Python, but the next key does
     terminal.type(CTRL_C + "\n")
-    terminal.wait_for("Ctrl-C again or /quit leaves")
+    terminal.wait_for("Ctrl-C again or /quit quits")
     terminal.wait_for("> ")
     terminal.type("\n/quit\n")
     assert terminal.finish() == 0

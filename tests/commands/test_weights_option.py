@@ -72,7 +72,7 @@ def test_generate_says_it_in_a_line(alone: list[str], monkeypatch: pytest.Monkey
 def test_weights_that_are_quantised_already(tmp_path: Path) -> None:
     folder = tmp_path / "quantised"
     load_model("tiny-lm", device="cpu", weights="4bit").save_pretrained(folder)
-    with pytest.raises(EvaluationError, match="quantised already; leave weights='4bit' out"):
+    with pytest.raises(EvaluationError, match="already quantised; leave weights='4bit' out"):
         load_model(str(folder), device="cpu", weights="4bit")
 
 

@@ -82,7 +82,7 @@ def test_what_a_user_chooses_stands(folder: Path) -> None:
     assert chosen.window == 5 and sum(map(sum, bits(chosen))) > sum(map(sum, bits(DiffKVCache(model).config)))
     # more bytes than the ladder can use
     assert DiffKVCache(model, target_ratio=0.6).config.head_precisions is None
-    with pytest.raises(ValueError, match="preset='small' and target_ratio=0.3 are two answers"):
+    with pytest.raises(ValueError, match="preset='small' and target_ratio=0.3 both choose"):
         DiffKVCache(model, "small", target_ratio=0.3)
     with pytest.raises(ValueError, match="no preset 'smal'; did you mean 'small'"):
         DiffKVCache(model, "smal")

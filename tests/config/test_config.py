@@ -243,7 +243,9 @@ def test_removed_fields_are_read_where_they_changed_nothing(name: str, value: An
 def test_a_layer_has_precisions_for_all_heads_or_none() -> None:
     assert DiffKVConfig(head_precisions=[["K5V4", "K4V3"], [None, None]]).head_precisions[1] is None
     written = {**WRITTEN_BEFORE, "head_precisions": [["K8V4", None], None]}
-    with pytest.raises(ValueError, match=r"head_precisions\[0\] .* were removed; give every head .* a precision"):
+    with pytest.raises(
+        ValueError, match=r"head_precisions\[0\] .* is no longer supported; give every head .* a precision"
+    ):
         DiffKVConfig.from_dict(written)
 
 
@@ -422,7 +424,7 @@ def test_the_best_precision_within_a_ratio(ratio: float, head_dim: int, dtype: s
     "ratio, model, words",
     [
         *((value, LlamaConfig(), "must be a number above 0") for value in (0, -0.2, 1.01, 30, "0.3", True)),
-        (0.1, LlamaConfig(), "is below what K4V2 takes of heads of 128, 0.195"),
+        (0.1, LlamaConfig(), "is below what K4V2 needs for heads of size 128, 0.195"),
         (0.3, "someone/a-model", "pass the model or model.config"),
     ],
 )

@@ -100,7 +100,9 @@ def test_a_file_in_place_of_its_folder(
 
 
 def test_options_of_the_hub_without_the_hub_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="repo_id: only with push_to_hub=True|token: only with push_to_hub=True"):
+    with pytest.raises(
+        ValueError, match="repo_id can only be used with push_to_hub=True|token can only be used with push_to_hub=True"
+    ):
         DiffKVConfig().save_pretrained(tmp_path / "new", token="x")
     assert not (tmp_path / "new").exists()
 
@@ -199,13 +201,13 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
     assert read("org/empty").startswith(expected)
     for name in ("org/missing", "org/private"):
         expected = (
-            f"FileNotFoundError {name!r} is neither a folder nor a repository of the Hub that you may read; check"
+            f"FileNotFoundError {name!r} is neither a folder nor a repository on the Hub that you may read; check"
         )
         assert read(name).startswith(expected)
     assert read("org/private", HF_TOKEN=TOKEN) == ""
-    expected = f"FileNotFoundError {CONFIG_NAME} of org/missing is not in the Hub's cache, and the Hub was not asked"
+    expected = f"FileNotFoundError {CONFIG_NAME} of org/missing is not in the Hub's cache, and the Hub was not queried"
     assert read("org/missing", HF_HUB_OFFLINE="1").startswith(expected)
-    expected = "FileNotFoundError '/no/such/folder' is no folder, and no id of a repository of the Hub; write "
+    expected = "FileNotFoundError '/no/such/folder' is neither a folder nor the id of a Hub repository; write "
     assert read("/no/such/folder").startswith(expected)
 
 
@@ -228,11 +230,13 @@ def test_what_may_not_be_written(hub: Hub, tmp_path: Path) -> None:
     def push(name: str, **environment: str) -> str:
         return client(hub, tmp_path, f"DiffKVConfig().push_to_hub({name!r})", **environment)
 
-    expected = "FileNotFoundError 'org/name' is no repository of the Hub that you may write; check the name, and log in"
+    expected = (
+        "FileNotFoundError 'org/name' is not a repository on the Hub that you may write; check the name, and log in"
+    )
     assert push("org/name").startswith(expected)
     assert push("org/name", HF_TOKEN="hf_of_somebody_else").startswith(expected)
     assert push("org/name", HF_HUB_OFFLINE="1").startswith("OSError cannot reach the Hub to write org/name (")
-    assert push("a/b/c", HF_TOKEN=TOKEN).startswith("ValueError repo_id='a/b/c' is no id of a repository; write OWNER/")
+    assert push("a/b/c", HF_TOKEN=TOKEN).startswith("ValueError repo_id='a/b/c' is not a repository id; write OWNER/")
     assert not hub.repositories
 
 

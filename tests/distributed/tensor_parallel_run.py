@@ -216,7 +216,7 @@ def staged(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
         found[name] = {"text": text, "levels": cache.levels(layer_idx), "keys": cache.dequantize(layer_idx)[0]}
         cache.save_pretrained(saved / f"{name}{rank}")
         dist.barrier()
-        with pytest.raises(CacheFileError, match="folder for each rank"):
+        with pytest.raises(CacheFileError, match="folder per rank"):
             DiffKVCache.from_pretrained(saved / f"{name}{1 - rank}", model)
         loaded = DiffKVCache.from_pretrained(saved / f"{name}{rank}", model)
         assert torch.equal(loaded.levels(layer_idx), cache.levels(layer_idx))

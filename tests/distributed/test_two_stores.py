@@ -151,7 +151,7 @@ def test_tokens_taken_back(model: PreTrainedModel) -> None:
         split.crop(rejected)
         one.crop(rejected)
         assert_equal_contents(split.cache, one.cache)
-    with pytest.raises(ValueError, match="can be taken back"):
+    with pytest.raises(ValueError, match="can be rolled back"):
         split.crop(1000)
     assert_equal_contents(split.cache, one.cache)
 

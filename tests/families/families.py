@@ -253,9 +253,9 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jetmoe": ({**MOE, "kv_channels": 16, "head_dim": None, "num_attention_heads": None}, "repeats keys and values"),
     "dory": (
         {**WINDOWED, "n_input_layers": 0, "n_recurrent_layers": 2, "n_output_layers": 0},
-        "layers of its own to the cache",
+        "its own layers to the cache",
     ),
-    "minimax": ({**MOE, "layer_types": ["linear_attention", "full_attention"]}, "cache class of its own"),
+    "minimax": ({**MOE, "layer_types": ["linear_attention", "full_attention"]}, "its own cache class"),
     "bloom": ({"n_layer": 2, "n_head": 4}, "attention interface"),
     "falcon": ({"head_dim": None}, "attention interface"),
     "gpt_neo": (

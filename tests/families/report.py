@@ -74,8 +74,8 @@ REASONS = {
     "adds a learned bias": "adds a learned bias to its attention logits",
     "adds a learned position bias": "adds a learned position bias to its attention logits",
     "repeats keys and values": "repeats keys and values after caching them",
-    "layers of its own to the cache": "adds its own layers to the cache",
-    "cache class of its own": "has its own cache class",
+    "its own layers to the cache": "adds its own layers to the cache",
+    "its own cache class": "has its own cache class",
     "attention interface": "does not use Transformers' attention interface",
     "no attention layers": "has no attention layers",
 }

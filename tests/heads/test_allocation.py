@@ -149,7 +149,9 @@ def test_one_precision_for_all_is_no_better() -> None:
 
 def test_what_cannot_be_met() -> None:
     given = sensitivity(3, 3)
-    with pytest.raises(ValueError, match=r"K2V2 takes of every head, 0.141; raise it, or choose precisions yourself\."):
+    with pytest.raises(
+        ValueError, match=r"K2V2 needs for every head, 0.141; raise it, or choose precisions yourself\."
+    ):
         allocate(given, 0.1)
     for wrong in (0, -1, True, "0.2", None):
         with pytest.raises(ValueError, match="must be a number above 0"):

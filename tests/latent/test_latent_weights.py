@@ -209,7 +209,7 @@ def test_bitsandbytes_of_8_bits() -> None:
     "make, message",
     [
         (lambda linear: nn.Linear(linear.in_features, linear.out_features, bias=True), "bias"),
-        (lambda linear: nn.Sequential(linear, nn.Tanh()), "no product with a matrix"),
+        (lambda linear: nn.Sequential(linear, nn.Tanh()), "not a plain matrix product"),
     ],
 )
 def test_projections_that_cannot_be_absorbed(make: Callable[[nn.Linear], nn.Module], message: str) -> None:

@@ -104,7 +104,7 @@ def test_other_errors_of_another_distribution_are_shown(monkeypatch: pytest.Monk
     (tmp_path / "broken_beside.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
-        extras.beside("broken_beside", "serve")
+        extras.import_extra("broken_beside", "serve")
 
 
 def test_all_messages_say_it_alike() -> None:

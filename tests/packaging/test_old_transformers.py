@@ -43,6 +43,6 @@ def test_too_old_a_transformers_is_told(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 
-    remedy = "hf_diffkv needs transformers>=5.17, and this is 5.2.0; pip install 'transformers>=5.17'."
+    remedy = "hf_diffkv needs transformers>=5.17, but this is 5.2.0; pip install 'transformers>=5.17'."
     assert said(False) == [f'"diffkv" is not registered: {remedy}', "('dynamic',)", remedy]
     assert said(True) == ["('dynamic',)", remedy]

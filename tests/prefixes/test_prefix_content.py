@@ -142,5 +142,5 @@ def test_digests_of_content() -> None:
         {"pixel_values": pixels + torch.eye(3, 4) * 1e-6},
     ]
     assert len({content_digest(content) for content in [*other, same[0]]}) == len(other) + 1
-    with pytest.raises(ValueError, match="what the processor gave"):
+    with pytest.raises(ValueError, match="the processor's output"):
         content_digest({"images": object()})

@@ -207,7 +207,7 @@ def test_files_that_cannot_be_read(
 
     with monkeypatch.context() as patched:
         patched.setattr(tiers, "load_snapshot", fail)
-        with pytest.warns(RuntimeWarning, match="cannot be read, its tokens are computed"):
+        with pytest.warns(RuntimeWarning, match="cannot be read, so its tokens are computed"):
             assert_finds(store, runs, 0)
     assert_finds(store, runs, 50)
 
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_listed(
     # a mount that is gone is no folder any more
     (tmp_path / "folder").rename(tmp_path / "kept")
     (tmp_path / "folder").touch()
-    with pytest.warns(RuntimeWarning, match="the folder of prefixes cannot be listed"):
+    with pytest.warns(RuntimeWarning, match="the prefix folder cannot be listed"):
         assert_finds(store, runs, 0)
     assert len(store) == 0 and store.stats.disk_errors > 0
     assert list(store) == [] and "disk 0 (0.0 MB)" in repr(store)
@@ -243,7 +243,7 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_file_in_place_of_the_folder_is_refused(model: PreTrainedModel, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="^folder='.*' is, or is in, a file; name a folder"):
+    with pytest.raises(ValueError, match="^folder='.*' is, or is in, a file; give a folder"):
         new_store(model, tmp_path / "file" / below)
     assert (tmp_path / "file").read_text() == "mine"
 

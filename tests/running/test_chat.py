@@ -48,10 +48,10 @@ def test_templates_that_do_not_keep_answers_are_refused(tokenizer: PreTrainedTok
     # the answer's heading is another one as long as there is no answer
     tokenizer.chat_template = WITH_ROLES.removesuffix("{% endif %}") + "<think>{% endif %}"
     assert chat_turns(tokenizer, ["hello"]) == ["<s>user:hello</s>\n<s>assistant:<think>"]
-    with pytest.raises(ValueError, match="takes single turns only"):
+    with pytest.raises(ValueError, match="supports single turns only"):
         chat_turns(tokenizer, ["hello", "more"])
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(ValueError, match="takes single turns only"):
+    with pytest.raises(ValueError, match="supports single turns only"):
         chat_turns(tokenizer, ["hello", "more"])
 
 

@@ -40,7 +40,7 @@ def test_a_copy_comes_first(folder: Path) -> None:
 def test_tiny_lm_is_the_one_of_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(resolve_model("tiny-lm")).num_key_value_heads == 2
     monkeypatch.setattr(models, "TINY_LM", tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="comes with a checkout"):
+    with pytest.raises(ValueError, match="comes only with a checkout"):
         resolve_model("tiny-lm")
 
 
@@ -75,4 +75,4 @@ def test_weights_that_are_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[
     for command in (["verify"], ["generate", "a", "--no-compare"]):
         assert main([*command, "--model", str(broken), "--quiet"]) != 0
         *_, line = capsys.readouterr().err.splitlines()
-        assert f"a file of the weights in {broken} is damaged or cut off" in line
+        assert f"a file of the weights in {broken} is damaged or truncated" in line

@@ -183,9 +183,9 @@ def test_forks_and_moved_rows_go_on_alike() -> None:
     steps = Steps(DiffKVConfig(**PLAIN, **STORES["two tiers"][0]), query_moments(3, 2))
     steps.feed(12)
     twin = fork_store(steps.store)
-    before = steps.store.bytes_beside_pool()
+    before = steps.store.bytes_outside_pool()
     steps.store.moments = None
-    assert steps.store.bytes_beside_pool() == before
+    assert steps.store.bytes_outside_pool() == before
     steps.store.moments = twin.moments
     select_rows(steps.store, torch.tensor([1, 1]))
     state = steps.generator.get_state()
@@ -252,9 +252,9 @@ def test_layers_of_several_shapes() -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     moments = query_moments(2, 3)
-    with pytest.raises(ValueError, match="are of 2 layers, but 5 layers of this model are compressed; measure"):
+    with pytest.raises(ValueError, match="are for 2 layers, but 5 layers of this model are compressed; measure"):
         moments.check_layers(5)
-    with pytest.raises(ValueError, match="are of 3 KV heads of 16 in layer 1, but that layer has 3 of 32"):
+    with pytest.raises(ValueError, match="are for 3 KV heads of 16 in layer 1, but that layer has 3 of 32"):
         moments.check_layer(1, 3, 32)
     with pytest.raises(ValueError, match="matrix must be contiguous bfloat16"):
         ModelFeedback(torch.zeros(1, 2, 8, 8), torch.zeros(1), torch.zeros(2))

@@ -26,7 +26,7 @@ def get_method(text: str) -> Method:
     """
     family, _, options = text.strip().partition(":")
     if family in ELSEWHERE and family not in METHODS.names():
-        raise EvaluationError(f"method {family!r} is measured by {ELSEWHERE[family]} of a checkout.")
+        raise EvaluationError(f"method {family!r} is measured by {ELSEWHERE[family]} in a checkout.")
     build = METHODS.find(family)
     try:
         built = build([option.strip() for option in options.split("+") if option.strip()])

@@ -20,7 +20,7 @@ CONTINUED = 256
 STEPS, QUARTERS = 200, 4
 BY_QUARTER = tuple(Metric(f"kl_{part}", f"KL, quarter {part}", False, digits=4) for part in range(1, QUARTERS + 1))
 # remedy for a text that is too short
-REMEDY = "lower --length or --documents, or give a longer text where you choose it"
+REMEDY = "lower --length or --documents, or give a longer text if you choose it"
 # minimum characters of a topic used as a text
 LONG_TOPIC = 4000
 

@@ -148,7 +148,9 @@ def _joining(held: SharedAttention | None, logits: Tensor | None) -> dict[str, b
     if not fold:
         held.received = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
     if held.received.shape != logits.shape[:2]:
-        raise ValueError(f"held {tuple(held.received.shape)} is of another step; it must be {tuple(logits.shape[:2])}.")
+        raise ValueError(
+            f"held {tuple(held.received.shape)} belongs to another step; it must be {tuple(logits.shape[:2])}."
+        )
     return {"FOLD": fold, "HOLD": not held.last}
 
 

@@ -247,12 +247,12 @@ def check_past(rows: LayerRows, query: Tensor, kv_heads: int, value_dim: int) ->
         raise ValueError(f"window_key must be one of {list(TRITON_DTYPES)}, not {rows.dtype}.")
     stored, needed = (rows.batch, rows.heads), (query.shape[0], kv_heads)
     if stored != needed:
-        raise ValueError(f"what is stored has (requests, KV heads) {stored}, the new tokens have {needed}.")
+        raise ValueError(f"the stored tokens have (requests, KV heads) {stored}, the new tokens have {needed}.")
     stored, needed = (rows.layout.high.key_dim, rows.layout.high.value_dim), (query.shape[-1], value_dim)
     if stored != needed:
-        raise ValueError(f"what is stored has head dimensions {stored}, the new tokens have {needed}.")
+        raise ValueError(f"the stored tokens have head dimensions {stored}, the new tokens have {needed}.")
     if rows.device != query.device:
-        raise ValueError(f"what is stored is on {rows.device}, the query on {query.device}.")
+        raise ValueError(f"the stored tokens are on {rows.device}, the query on {query.device}.")
 
 
 def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | None]:

@@ -84,8 +84,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, rows: LayerRows | None) ->
     batch, query_heads, length, key_dim = query.shape
     kv_heads = key.shape[1]
     if key.shape != (batch, kv_heads, length, key_dim) or query_heads % kv_heads:
-        raise ValueError(f"key {tuple(key.shape)} does not fit the query {tuple(query.shape)}.")
+        raise ValueError(f"key {tuple(key.shape)} does not match the query {tuple(query.shape)}.")
     if value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"value {tuple(value.shape)} does not fit the key {tuple(key.shape)}.")
+        raise ValueError(f"value {tuple(value.shape)} does not match the key {tuple(key.shape)}.")
     if rows is not None and (rows.layout.high.key_dim, rows.layout.high.value_dim) != (key_dim, value.shape[-1]):
-        raise ValueError(f"what is stored has other dims than the key's {key_dim} and the value's {value.shape[-1]}.")
+        raise ValueError(
+            f"the stored tokens have other dimensions than the key's {key_dim} and the value's {value.shape[-1]}."
+        )

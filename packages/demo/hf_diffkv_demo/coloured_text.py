@@ -223,7 +223,7 @@ def _picture(shown: ColouredText) -> Picture:
     lines = HEAD + parts[-1][0] + 1 if parts else HEAD
     if lines > MOST_LINES:
         raise ValueError(
-            f"the text takes {lines} lines, more than {MOST_LINES} fit a picture; save it as .html instead."
+            f"the text takes {lines} lines, more than {MOST_LINES} fit in a picture; save it as .html instead."
         )
     width, height = LINE_CELLS * CELL + 2 * MARGIN, lines * LINE + 2 * MARGIN
     figure = new_figure(width, height, layout=None)

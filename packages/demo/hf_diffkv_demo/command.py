@@ -23,12 +23,12 @@ from hf_diffkv.running.models import SMALLEST_MODEL
 @model_option(default=None, show_default="smollm2, or tiny-lm if that is not available")
 @click.option("--port", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
 @preset_options
-@click.option("--max-bytes", type=BUDGET_TYPE, help="Budget of every setting's cache, e.g. 2MB, or 1% of what is free.")
+@click.option("--max-bytes", type=BUDGET_TYPE, help="Budget of every setting's cache, e.g. 2MB, or 1% of free memory.")
 def command(
     model: str | None, port: int | None, preset: str | None, ratio: float | None, max_bytes: int | str | None
 ) -> None:
     if port is not None and port > 65535:
-        raise click.UsageError(f"--port {port} is no port; give one up to 65535.")
+        raise click.UsageError(f"--port {port} is not a port; give one up to 65535.")
     choice_of(SimpleNamespace(model=model or SMALLEST_MODEL, preset=preset, ratio=ratio))
     if importlib.util.find_spec("gradio") is None:
         raise Failure(f"the demo needs gradio: {install('demo')}.")

@@ -206,8 +206,8 @@ class Generator:
         ids, pieces = pieces_of_text(self.tokenizer, text, add_special_tokens=not entered.chat)
         if self.limit is not None and len(ids) + entered.max_new_tokens > self.limit:
             raise InputError(
-                f"The prompt has {len(ids):,} tokens and {entered.max_new_tokens} are to be generated, but the model "
-                f"takes {self.limit:,} together; shorten the prompt or lower tokens."
+                f"The prompt has {len(ids):,} tokens and {entered.max_new_tokens} are to be generated, but the model's "
+                f"limit is {self.limit:,} in total; shorten the prompt or lower tokens."
             )
         prompt = torch.tensor([ids], device=self.model.device)
         config = entered.config if self._max_bytes is None else replace(entered.config, max_bytes=self._max_bytes)
@@ -305,7 +305,7 @@ def load(name: str | None) -> tuple[Generator, str]:
     try:
         return Generator(DEFAULT_MODEL), ""
     except InputError as error:
-        missing = f"{HUB_IDS[DEFAULT_MODEL]} cannot be had here"
+        missing = f"{HUB_IDS[DEFAULT_MODEL]} is not available here"
         try:
             generator = Generator(BUNDLED_MODEL)
         except InputError:

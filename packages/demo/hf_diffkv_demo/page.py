@@ -21,7 +21,7 @@ PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v i
 INTRODUCTION = """# DiffKV
 A KV cache that stores keys and values in few bits, as many as each attention head needs, next to a dense one.
 `docs/how-it-works.md` explains it."""
-FOLDED, COLOURED = "Document and system prompt", "The text in the colours of its levels"
+FOLDED, COLOURED = "Document and system prompt", "The text coloured by level"
 WRITTEN: dict[str, Any] = {"lines": 2, "max_lines": 6, "buttons": ["copy"], "elem_classes": "plain", "min_width": 220}
 # visitors who may wait or generate at once; each takes one of Gradio's forty threads
 MOST_VISITORS = 30
@@ -48,7 +48,7 @@ def entered(
                 alpha_high=alpha_high, alpha_low=alpha_low, high=PRECISIONS[high], low=PRECISIONS[low], window=window
             )
         except KeyError as error:
-            raise InputError(f"{error} is not a precision of the list; choose one from it.") from error
+            raise InputError(f"{error} is not in the list of precisions; choose one from it.") from error
         except ValueError as error:
             raise InputError(str(error)) from error
     if mode == FREE_PROMPT:

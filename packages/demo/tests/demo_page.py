@@ -138,7 +138,7 @@ def written(page: Any) -> dict[str, str]:
 
 def unfold(page: Any) -> None:
     """Opens the coloured text, which begins folded."""
-    page.get_by_role("button", name="The text in the colours of its levels").click()
+    page.get_by_role("button", name="The text coloured by level").click()
 
 
 def coloured(page: Any, layer: int, head: int) -> list[tuple[str, str]]:

@@ -57,5 +57,5 @@ def test_a_ratio_becomes_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_a_precision_that_the_page_does_not_have_is_refused() -> None:
     """A script may send what the page does not offer."""
-    with pytest.raises(InputError, match="^None is not a precision of the list"):
+    with pytest.raises(InputError, match="^None is not in the list of precisions"):
         entered({}, FREE_PROMPT, "", "", "", "text", 8, OWN, 1.0, 0.0, None, "K4V2", 64)

@@ -165,7 +165,7 @@ def test_bad_input_gives_a_message(page: Any) -> None:
     prompt.fill(" \n")
     generate(page, "The prompt is empty")
     prompt.fill("a" * 4090)
-    generate(page, "The prompt has 4,090 tokens and 32 are to be generated, but the model takes 4,096 together")
+    generate(page, "The prompt has 4,090 tokens and 32 are to be generated, but the model's limit is 4,096 in total")
     prompt.fill("abc")
     page.get_by_label("your own").check()
     page.get_by_label("number input for alpha_low").fill("3")

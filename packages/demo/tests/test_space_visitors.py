@@ -176,7 +176,7 @@ def test_the_bundled_model_stands_in_for_the_default_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(generation, "resolve_model", lambda name: str(tmp_path) if name == "smollm2" else resolve(name))
     generator, note = generation.load(None)
     assert generator.title == "tiny-lm"
-    assert note.startswith("HuggingFaceTB/SmolLM2-135M-Instruct cannot be had here; this is tiny-lm")
+    assert note.startswith("HuggingFaceTB/SmolLM2-135M-Instruct is not available here; this is tiny-lm")
     monkeypatch.setattr(generation, "resolve_model", lambda name: str(tmp_path))
     with pytest.raises(InputError, match="give --model a folder or a Hub id"):
         generation.load(None)

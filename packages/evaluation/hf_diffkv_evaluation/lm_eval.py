@@ -58,7 +58,7 @@ class DiffKVLM(HFLM):
         self.method = get_method(method_name(cache, fields))
         if self.method.environment is not None:
             raise EvaluationError(
-                f"cache={cache} needs an environment of its own ({self.method.environment.name}); use "
+                f"cache={cache} needs its own environment ({self.method.environment.name}); use "
                 "benchmarks/quality/peers.py."
             )
         if not self.method.batches and str(batch_size) != "1":

@@ -95,7 +95,7 @@ def test_defaults_are_what_the_model_takes(
     arguments = ["evaluate", "--model", "tiny-lm", "--methods", "dense", "--output", str(tmp_path), "--documents", "1"]
     assert main(arguments) == 0
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("left out"))
-    assert "the model takes 4,096 tokens" in line
+    assert "the model takes only 4,096 tokens" in line
     left = re.findall(r"(\S+) \(([\d,]+)\)", line)
     assert "turns" in dict(left) and all(int(tokens.replace(",", "")) > 4096 for _, tokens in left)
     assert {*taken, *dict(left)} == {*suites()["offline"]} and "key-value" in taken

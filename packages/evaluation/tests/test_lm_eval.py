@@ -164,10 +164,10 @@ def test_other_methods_take_one_request_at_a_time(tasks: Path, expected: list[st
 
 
 def test_methods_of_other_environments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EvaluationError, match="'kvpress' is measured by benchmarks/quality/peers.py of a checkout"):
+    with pytest.raises(EvaluationError, match="'kvpress' is measured by benchmarks/quality/peers.py in a checkout"):
         DiffKVLM("no-model", cache="kvpress:snapkv+0.5")
     monkeypatch.setattr(DenseMethod, "environment", SimpleNamespace(name="elsewhere"))
-    with pytest.raises(EvaluationError, match="needs an environment of its own .elsewhere.; use benchmarks/quality"):
+    with pytest.raises(EvaluationError, match="needs its own environment .elsewhere.; use benchmarks/quality"):
         DiffKVLM("no-model", cache="dense")
 
 

@@ -239,7 +239,7 @@ class Background:
                 tiers.drop_damaged(name, tier, error, _logger.warning)
             return
         except OSError as error:
-            tiers.note_fault("a stored prefix cannot be read, its tokens are computed", error, _logger.warning)
+            tiers.note_fault("a stored prefix cannot be read, so its tokens are computed", error, _logger.warning)
             return
         while self._move_down(0, first.limit - first.cost(snapshot), rank):
             pass

@@ -49,8 +49,8 @@ LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 server_options = chain(
-    click.option("--host", metavar="NAME", default="localhost", help="Address to listen at."),
-    click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, help="0: any that is free."),
+    click.option("--host", metavar="NAME", default="localhost", help="Address to listen on."),
+    click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, help="0: any free port."),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: MODEL]"),
     click.option("--cors", is_flag=True, help="Accept requests from web pages of any origin."),
     click.option("--replicas", type=AtLeast(), help="Servers that Ray starts on its cluster, instead of one here."),
@@ -61,9 +61,9 @@ operation_options = chain(
         "--api-key", metavar="KEY", envvar=API_KEY, help=f"Key that clients must send.  [default: ${API_KEY}]"
     ),
     click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
-    click.option("--max-queue", type=AtLeast(0), help="Most requests that wait; others get 429."),
+    click.option("--max-queue", type=AtLeast(0), help="Most requests that may wait; others get 429."),
     click.option("--max-body", type=SIZE_TYPE, default="16MB", show_default=True, help="Of a request; more gets 413."),
-    click.option("--timeout", metavar="S", type=Between(0, min_open=True), help="Most seconds of an answer."),
+    click.option("--timeout", metavar="S", type=Between(0, min_open=True), help="Most seconds per answer."),
     click.option("--grace", metavar="S", type=Between(0), default=30, help="Seconds to finish when stopped."),
     click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="json: one object per line."),
     click.option("--log-every", metavar="S", type=Between(0), default=10, help="Seconds between statistics; 0: none."),
@@ -74,13 +74,13 @@ memory_options = chain(
     click.option(
         "--max-bytes",
         type=BUDGET_TYPE,
-        help="Budget of all requests, e.g. 8GB, or 80% of what is free.  [default: --memory-share]",
+        help="Budget of all requests, e.g. 8GB, or 80% of free memory.  [default: --memory-share]",
     ),
     click.option(
         "--until-full",
         is_flag=True,
-        help="Keep tokens at 8 bits until the budget is full, then lower heads to their own bits; texts depend on the "
-        "load then.",
+        help="Keep tokens at 8 bits until the budget is full, then lower heads to their own bits; texts then depend "
+        "on the load.",
     ),
     click.option(
         "--memory-share",
@@ -97,19 +97,19 @@ prefix_options = chain(
     click.option(
         "--prefix-bytes",
         type=Parsed("SIZE", lambda text: bytes_in(text, least=0)),
-        help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]",
+        help="Memory for prefixes, in addition to the budget; 0: none.  [default: 1/8 of it]",
     ),
-    click.option("--prefix-folder", type=PATH_TYPE, help="For prefixes that memory has no room for."),
+    click.option("--prefix-folder", type=PATH_TYPE, help="For prefixes that do not fit in memory."),
     click.option("--prefix-folder-bytes", type=SIZE_TYPE, help="Most bytes of its files.  [default: no limit]"),
 )
 
 choice_options = chain(
     click.option("--greedy", is_flag=True, help="Always take the likeliest token."),
-    click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="Of drawn tokens."),
-    click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="Draw from this share."),
-    click.option("--top-k", type=AtLeast(), help="Draw from the N likeliest tokens."),
-    click.option("--seed", metavar="N", type=int, help="For requests without a seed of their own."),
-    click.option("--chat-template", metavar="FILE", help="In place of the tokenizer's own."),
+    click.option("--temperature", metavar="X", type=Between(min=0, min_open=True), help="Of sampled tokens."),
+    click.option("--top-p", metavar="X", type=Between(0, 1, min_open=True), help="Sample from this share."),
+    click.option("--top-k", type=AtLeast(), help="Sample from the N likeliest tokens."),
+    click.option("--seed", metavar="N", type=int, help="For requests without their own seed."),
+    click.option("--chat-template", metavar="FILE", help="Instead of the tokenizer's own."),
 )
 
 
@@ -117,10 +117,10 @@ choice_options = chain(
     "serve",
     cls=Command,
     help="Serve MODEL (a Hub id, a folder or a short name) to clients of OpenAI's protocol: /v1/chat/completions, "
-    "/v1/completions, /v1/responses, /v1/models, /health. All requests share one compressed cache under a byte budget; "
-    "a request without room waits, and one that can never fit is refused. GET /diffkv reports requests and memory, "
-    "/metrics is for Prometheus. Each request has its own sampling; for fields that it leaves out, the options below "
-    "or the model's generation_config hold.",
+    "/v1/completions, /v1/responses, /v1/models, /health. All requests share one compressed cache under a byte "
+    "budget; a request without room waits, and one that can never fit is refused. GET /diffkv reports requests "
+    "and memory, /metrics is for Prometheus. Each request has its own sampling; for fields that it leaves out, "
+    "the options below or the model's generation_config apply.",
 )
 @click.argument("model", metavar="MODEL", callback=known_model)
 @server_options
@@ -159,27 +159,27 @@ def _check(options: SimpleNamespace) -> None:
         raise click.UsageError(f"the API key is empty; give --api-key or {API_KEY} one, or leave both out.")
     if options.api_key is not None and options.api_key != options.api_key.rstrip():
         # HTTP strips it from what clients send
-        raise click.UsageError(f"the API key ends in white space; take it off --api-key or {API_KEY}.")
+        raise click.UsageError(f"the API key ends in white space; remove it from --api-key or {API_KEY}.")
     if options.max_bytes is not None and options.memory_share is not None:
-        raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
+        raise click.UsageError("--max-bytes and --memory-share cannot be combined; leave one out.")
     ranks = os.environ.get(RANKS, "1")
     if ranks not in ("", "1"):
         raise click.UsageError(
-            f"{RANKS}={ranks} says that this is one of several processes of one model. serve has a model in one "
-            "process: it does not keep the others going, and they would not know its prefixes. Start a server for each "
-            "GPU without torchrun, use --replicas, or have all ranks call generate_batch (docs/distributed.md)."
+            f"{RANKS}={ranks} means that this is one of several processes of one model. serve runs a model in one "
+            "process: it does not keep the others going, and they would not know its prefixes. Start a server for "
+            "each GPU without torchrun, use --replicas, or have all ranks call generate_batch (docs/distributed.md)."
         )
     if options.prefix_folder_bytes is not None and options.prefix_folder is None:
-        raise click.UsageError("--prefix-folder-bytes is of no effect without --prefix-folder.")
+        raise click.UsageError("--prefix-folder-bytes has no effect without --prefix-folder.")
     if options.prefix_folder is not None and options.prefix_folder.is_file():
         raise click.UsageError(
-            f"--prefix-folder {options.prefix_folder} is a file; name a folder, it is made if missing."
+            f"--prefix-folder {options.prefix_folder} is a file; give a folder, which is created if missing."
         )
     drawn = [name for name in SAMPLING if getattr(options, name) is not None]
     if options.replicas is not None and options.port == 0:
         raise click.UsageError("--replicas needs a --port that is the same on all machines, not 0.")
     if options.greedy and drawn:
-        raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} do not go together; leave one out.")
+        raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} cannot be combined; leave one out.")
 
 
 def _choice(options: SimpleNamespace) -> ConfigChoice:
@@ -222,7 +222,7 @@ def _listen(options: SimpleNamespace) -> socket.socket:
         if listener is not None:
             listener.close()
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise click.UsageError(f"cannot listen at {options.host}:{options.port}: {reason}.") from error
+        raise click.UsageError(f"cannot listen on {options.host}:{options.port}: {reason}.") from error
     return listener
 
 
@@ -238,7 +238,7 @@ def _serve(
     try:
         check_servable_config(model_config, options.model)
     except ValueError as error:
-        raise Failure(f"{one_line(error)} Without a compressed cache, transformers serve serves it.") from error
+        raise Failure(f"{one_line(error)} transformers serve can serve it, without a compressed cache.") from error
     from hf_diffkv.running.models import load_model
 
     from .server.app import build_app
@@ -265,7 +265,7 @@ def _serve(
         # another server may have bound the same address and begun to listen while this one loaded its model
         listener.listen()
     except OSError as error:
-        raise Failure(f"cannot listen at {options.host}:{options.port}: {error.strerror}.") from error
+        raise Failure(f"cannot listen on {options.host}:{options.port}: {error.strerror}.") from error
     ready = f"{name} at {address}/v1; {room}."
     log.message(ready, paragraph(ready))
     if tokenizer.chat_template is None:
@@ -344,5 +344,5 @@ def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, en
             return
         raise
     except OSError as error:
-        raise Failure(f"--prefix-folder {options.prefix_folder} cannot be made: {error.strerror}.") from error
+        raise Failure(f"--prefix-folder {options.prefix_folder} cannot be created: {error.strerror}.") from error
     engine.use_prefixes(store)

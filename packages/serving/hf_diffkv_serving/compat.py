@@ -12,7 +12,7 @@ _PROCESSORS = f"{_CB}.cb_logits_processors"
 _SERVING = "transformers.cli.serving"
 
 BATCHING = Feature(
-    'continuous batching does not go with cache_implementation="diffkv"; leave it out, or use generate()',
+    'continuous batching does not work with cache_implementation="diffkv"; leave it out, or use generate()',
     (
         *names_of(
             "transformers.generation.utils:GenerationMixin.init_continuous_batching",

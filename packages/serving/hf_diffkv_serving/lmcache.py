@@ -53,10 +53,13 @@ class ChunkFormat:
 
     def __post_init__(self) -> None:
         if self.head_dim < 1 or self.head_dim % 8:
-            raise ValueError(f"head_dim={self.head_dim!r} must be a multiple of 8: that of the model.")
+            raise ValueError(f"head_dim={self.head_dim!r} must be the model's, a multiple of 8.")
         layers = self.head_precisions or ((self.precision,),)
         if len({len(layer) for layer in layers}) > 1:
-            raise ValueError("head_precisions has layers of different lengths; a model for LMCache has the same heads.")
+            raise ValueError(
+                "head_precisions has layers of different lengths; a model for LMCache has the same heads in every "
+                "layer."
+            )
         for precision in {*sum(layers, ())}:
             if precision.k_groups != 1 or precision.v_groups != 1:
                 raise ValueError(f"{precision.full_name} has groups; the serialiser has one for each key and value.")
@@ -71,7 +74,7 @@ class ChunkFormat:
         if (len(chosen), len(chosen[0])) != (layers, kv_heads):
             raise ValueError(
                 f"head_precisions are for {len(chosen)} layers of {len(chosen[0])} KV heads, but chunks have {layers} "
-                f"of {kv_heads}; the configuration is of another model."
+                f"of {kv_heads}; the configuration belongs to another model."
             )
         found: dict[Precision, list[int]] = {}
         for index, precision in enumerate(sum(chosen, ())):
@@ -143,9 +146,7 @@ class ChunkFormat:
         if data.numel() < size:
             raise ValueError(f"a stored chunk has {data.numel()} bytes of {size}; remove it from the store.")
         if bytes(data[:HEADER_BYTES].tolist()) != self.digest(chunk.dtype):
-            raise ValueError(
-                "a stored chunk was made by other settings or of another dtype; give each a store of its own."
-            )
+            raise ValueError("a stored chunk was made with other settings or another dtype; give each its own store.")
         by_head = torch.empty(2, layers * kv_heads, tokens, self.head_dim, dtype=chunk.dtype, device=chunk.device)
         matrix, reader = self._matrix(chunk), _Reader(data.to(chunk.device), HEADER_BYTES)
         for part in self._parts(layers, kv_heads):

@@ -32,14 +32,14 @@ CONTEXT = 2048
     "bench",
     cls=Command,
     help="Fill caches with the same text and let them take turns generating in one process: milliseconds per token, "
-    "bytes held, seconds of the prompt. Caches are the methods of `hf-diffkv evaluate`, and static for Transformers' "
-    "StaticCache; dense is always among them. Methods whose package is missing are left out.",
+    "bytes held, seconds for the prompt. Caches are the methods of `hf-diffkv evaluate`, and static for "
+    "Transformers' StaticCache; dense is always included. Methods whose package is missing are left out.",
 )
 @model_option(required=True)
 @click.option("--caches", metavar="A,B", default=DEFAULT_CACHES, help="Caches to compare.")
-@click.option("--context", type=AtLeast(), help=f"Tokens of the prompt.  [default: {CONTEXT} or fewer]")
+@click.option("--context", type=AtLeast(), help=f"Tokens in the prompt.  [default: {CONTEXT} or fewer]")
 @click.option("--steps", type=AtLeast(), default=16, help="Generated tokens that are timed.")
-@click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
+@click.option("--text", metavar="T", default="offline", help="UTF-8 file, Hub data set, or offline.")
 @click.option("--threads", type=AtLeast(), help="Threads of PyTorch.  [default: its own choice]")
 @preset_options
 @running_options
@@ -64,8 +64,8 @@ def command(**given: Any) -> None:
     context = options.context or max(1, min(CONTEXT, (limit or CONTEXT + further) - further))
     if limit is not None and context + further > limit:
         raise click.UsageError(
-            f"--context and --steps are {context + further} tokens together, but the model's max_position_embeddings "
-            f"is {limit}; lower them."
+            f"--context and --steps add up to {context + further} tokens, but the model's max_position_embeddings is "
+            f"{limit}; lower them."
         )
     methods = []
     for name in names:

@@ -43,7 +43,7 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
 def _refuse(context: click.Context, param: click.Parameter, value: Any) -> None:
     """Refuses an option of earlier releases."""
     if value is not None:
-        raise click.UsageError(f"{param.opts[0]} has gone; {GONE[param.opts[0]]}.")
+        raise click.UsageError(f"{param.opts[0]} was removed; {GONE[param.opts[0]]}.")
 
 
 OPTIONS = (
@@ -55,13 +55,13 @@ OPTIONS = (
         help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE_SUITE} that the model's context "
         "holds]",
     ),
-    click.option("--output", type=PATH_TYPE, required=True, help="If it holds a run, that is continued."),
+    click.option("--output", type=PATH_TYPE, required=True, help="If it holds a run, that run is continued."),
     click.option("--documents", type=AtLeast(), help="Per task.  [default: the task's own]"),
-    click.option("--length", type=AtLeast(), help="Tokens of a prompt.  [default: the task's own]"),
+    click.option("--length", type=AtLeast(), help="Tokens per prompt.  [default: the task's own]"),
     click.option("--seed", type=int, default=0, metavar="N", help="For the documents."),
     click.option("--max-new-tokens", type=AtLeast(), help="In tasks that generate.  [default: the task's own]"),
     running_options,
-    click.option("--retry", is_flag=True, help="Run again what failed before."),
+    click.option("--retry", is_flag=True, help="Rerun what failed before."),
     quiet_option,
     click.option(
         "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print methods and tasks."
@@ -174,7 +174,7 @@ def _fitting(prepared: list[Any], limit: int | None, quiet: bool) -> list[Any]:
     left = [f"{task.name} ({longest(documents):,})" for task, documents in prepared if (task, documents) not in fitting]
     # if none fits, all stay, so that the first one is refused with an error
     if left and fitting:
-        progress(f"left out, as the model takes {limit:,} tokens and they need more: {', '.join(left)}", quiet)
+        progress(f"left out because the model takes only {limit:,} tokens and they need more: {', '.join(left)}", quiet)
     return fitting or prepared
 
 
@@ -185,7 +185,7 @@ def _tell_of_left_out(written: list[Any], shown: list[Any], quiet: bool) -> None
     if left:
         progress(
             paragraph(
-                f"Left out, as their figures are of other weights, another configuration or another version: "
+                "Left out because their figures are for other weights, another configuration or another version: "
                 f"{', '.join(left)}. Name them in --methods to measure them again."
             ),
             quiet,

@@ -10,10 +10,10 @@ import click
 from hf_diffkv.commands.console import Command
 from hf_diffkv.extras import install
 
-USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
+USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, besides those of hf:
 
   cache=METHOD   diffkv (default), diffkv:K8V4, diffkv:3/0.02, fp8, quanto:4, dense and so on, as
-                 `hf-diffkv evaluate --list` has them
+                 `hf-diffkv evaluate --list` shows
   FIELD=VALUE    a field of DiffKVConfig, with cache=diffkv: alpha_high=3, window=128, rotate=True and so on
 
   hf-diffkv lm-eval --model hf-diffkv --model_args pretrained=MODEL,cache=diffkv:K8V4 --tasks gsm8k --batch_size 8

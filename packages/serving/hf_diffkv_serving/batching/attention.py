@@ -55,9 +55,9 @@ def paged_attention(
     name = type(module).__name__
     if cache is None:
         raise HandOverError(
-            f"{name} got no cache from the engine: either this forward is not its own (stop the manager before using "
-            "the model otherwise), or the model does not pass keyword arguments on to its attention and cannot be "
-            "batched continuously."
+            f"{name} got no cache from the engine: either this forward is not the engine's own (stop the manager "
+            "before using the model for anything else), or the model does not pass keyword arguments on to its "
+            "attention and cannot be batched continuously."
         )
     softcap, sinks, sliding_window = (kwargs.pop(name, None) for name in ("softcap", "s_aux", "sliding_window"))
     if attention_mask is not None and attention_mask is getattr(cache, "mask", None):

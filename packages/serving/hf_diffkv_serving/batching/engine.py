@@ -68,13 +68,15 @@ class _Admission:
         Likewise for one with invalid token ids, or with the name of another request.
         """
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
-            raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
+            raise ValueError(
+                f"request_id={state.request_id!r} belongs to a request that has not finished; choose another."
+            )
         record = self.records.open(state.request_id, len(state.initial_tokens))
         odd = [each for each in state.initial_tokens if not _is_integer(each)]
         if odd:
             raise ValueError(
-                f"the prompt holds {reprlib.repr(odd[0])} where token ids belong; tokenise texts, and give each prompt "
-                "as a list of integers."
+                f"the prompt holds {reprlib.repr(odd[0])} where token ids are expected; tokenise texts, and pass each "
+                "prompt as a list of integers."
             )
         wrong = [token for token in state.initial_tokens if not 0 <= token < self.vocabulary]
         if wrong:
@@ -216,7 +218,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         try:
             self.cache.free_all_requests()
         except Exception:
-            _logger.exception("what requests held cannot be given back")
+            _logger.exception("memory held by requests cannot be released")
 
     def update_batch(self) -> None:
         """Hands out the new tokens of the forward that has just run."""

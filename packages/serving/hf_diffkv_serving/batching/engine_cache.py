@@ -186,9 +186,8 @@ class ContinuousCache(PackedCache):
         if wanted > allowed:
             raise ValueError(
                 f"a request of {prompt_tokens} prompt tokens and {wanted} new ones needs room for "
-                f"{prompt_tokens + wanted - 1}, but max_bytes={self.slots.max_bytes} and the longest request that was "
-                f"planned for leave room for {self.slots.longest}; shorten the prompt, lower max_new_tokens, or raise "
-                "max_bytes."
+                f"{prompt_tokens + wanted - 1}, but max_bytes={self.slots.max_bytes} and the longest planned request "
+                f"leave room for {self.slots.longest}; shorten the prompt, lower max_new_tokens, or raise max_bytes."
             )
         return allowed if max_new_tokens is None else max_new_tokens
 
@@ -305,7 +304,7 @@ class ContinuousCache(PackedCache):
         try:
             cache = self.prefixes.lookup(prompt, TEXT_ALONE)
         except NO_MEMORY as error:
-            _logger.warning("a prefix that is kept cannot be used, its tokens are computed: %s", error)
+            _logger.warning("a stored prefix cannot be used, so its tokens are computed: %s", error)
             return 0
         length = cache.get_seq_length()
         if length:
@@ -314,7 +313,7 @@ class ContinuousCache(PackedCache):
                 twin = None if alike is None else self._slot_of[alike]
                 self.slots.load(slot, cache.stores.all, len(prompt_ids), twin)
             except NO_MEMORY as error:
-                _logger.info("request %s cannot begin with a prefix that is kept: %s", request_id, error)
+                _logger.info("request %s cannot begin with a stored prefix: %s", request_id, error)
                 self.free_blocks(request_id)
                 # it waits for its own pages, once, if other requests can give some back
                 self._no_room = bool(self._slot_of) and request_id not in self._differs
@@ -333,7 +332,7 @@ class ContinuousCache(PackedCache):
                 others = {} if self.sliding is None else self.sliding.dense_layers(request_id, self.slots.seen(slot))
                 self.prefixes.insert_request(torch.tensor(input_ids), held, others)
             except NO_MEMORY as error:
-                _logger.warning("a prefix is not kept: %s", error)
+                _logger.warning("a prefix is not stored: %s", error)
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         return {}
@@ -382,7 +381,7 @@ class ContinuousCache(PackedCache):
         """Notes a request of the batch. Called for each one, in the order in which they are packed."""
         if self.slots.seen(self._slot_of[request_id]) != past_length:
             raise RuntimeError(
-                f"request {request_id} goes on after {past_length} tokens but "
+                f"request {request_id} continues after {past_length} tokens but "
                 f"{self.slots.seen(self._slot_of[request_id])} are stored; please report it."
             )
         self._coming.append((request_id, query_length))
@@ -425,7 +424,7 @@ class ContinuousCache(PackedCache):
     def run_linear(self, module: LinearModule, hidden_states: Tensor) -> Tensor:
         """Runs a module that keeps states on the packed tokens, like `LinearStates.run`."""
         if self.linear is None:
-            raise RuntimeError(f"{type(module.module).__name__} keeps states that nobody holds; please report it.")
+            raise RuntimeError(f"{type(module.module).__name__} keeps states that no request holds; please report it.")
         self._begin()
         return self.linear.run(module, hidden_states)
 
@@ -450,7 +449,7 @@ class ContinuousCache(PackedCache):
         if self._coming:
             raise HandOverError(
                 "the model ran without attending to its requests: its attention was switched while the manager was "
-                "running. Stop the manager before using the model otherwise, or use pause()."
+                "running. Stop the manager before using the model for anything else, or use pause()."
             )
         failures = self.slots.take_failures()
         return {name: failures[slot] for name, slot in self._slot_of.items() if slot in failures}

@@ -97,8 +97,8 @@ class LinearStates:
         """
         if module.layer not in self._to_run or hidden_states.shape[:2] != (1, self._tokens):
             raise HandOverError(
-                "the model ran beside the manager: its linear attention keeps the states of the manager's requests. "
-                "Stop the manager before using the model otherwise, or use pause()."
+                "the model ran alongside the manager: its linear attention keeps the states of the manager's "
+                "requests. Stop the manager before using the model for anything else, or use pause()."
             )
         self._to_run.discard(module.layer)
         output = torch.empty_like(hidden_states)

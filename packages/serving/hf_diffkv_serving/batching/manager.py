@@ -55,7 +55,7 @@ NOT_THERE = {
     "decode_compile_config": "the forward is not compiled",
     "default_compile_level": "the forward is not compiled",
     "compile_config": "the forward is not compiled",
-    "cpu_offload_space": "preempted requests are computed anew",
+    "cpu_offload_space": "preempted requests are recomputed",
 }
 
 
@@ -324,13 +324,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """
         if self._modules:
             raise ValueError(
-                f"{type(self.model).__name__} has linear attention, whose states no request can begin with here; leave "
-                "prefixes out."
+                f"{type(self.model).__name__} has linear attention, and requests cannot begin with its states here; "
+                "leave prefixes out."
             )
         config = rung_config(self._config)
         if prefixes.model is not self.model or prefixes.config != config:
             raise ValueError(
-                "prefixes are of another model or configuration than this manager; make them with "
+                "prefixes belong to a different model or configuration than this manager; make them with "
                 f"PrefixStore(model, {config!r})."
             )
         self._stop_moving()
@@ -485,7 +485,7 @@ def _checked_options(given: ContinuousBatchingConfig, generation_config: Generat
         asked = any(value) if isinstance(value, tuple) else bool(value)
         if asked or name == "cpu_offload_space" and value is None:  # None offloads as much as there is room for
             raise ValueError(
-                f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.'
+                f'{name}={value!r} cannot be combined with cache_implementation="diffkv": {reason}; leave it out.'
             )
     options.use_cuda_graph = options.use_async_batching = options.allow_block_sharing = False
     options.max_blocks_per_request = 0

@@ -109,8 +109,8 @@ def check_logprobs(sampling: Sampling | None, return_logprobs: bool) -> None:
     """Raises `ValueError` if the engine is to return logprobs of tokens that a `Sampling` chooses."""
     if return_logprobs and sampling is not None:
         raise ValueError(
-            "sampling does not go with return_logprobs, which knows the engine's own choices alone; leave "
-            "return_logprobs out and set top_logprobs of the sampling."
+            "sampling cannot be combined with return_logprobs, which covers only the engine's own choices; leave "
+            "return_logprobs out and set top_logprobs in sampling."
         )
 
 

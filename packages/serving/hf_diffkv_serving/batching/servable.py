@@ -61,22 +61,20 @@ def check_servable_config(config: Any, name: str) -> None:
     if getattr(text_config, "attention_chunk_size", None) is not None:
         kinds |= {"chunked_attention"} & set(getattr(text_config, "layer_types", None) or ("chunked_attention",))
     if BOTH in kinds:
-        why = f"Transformers' cache keeps both in one object ({BOTH}), which is not taken apart here"
+        why = f"Transformers' cache keeps both in one object ({BOTH}), which is not split here"
         raise unservable(name, "has linear and full attention in one layer", why)
     if kinds:
-        reason = f"has layers beside full, sliding and linear attention ({', '.join(sorted(kinds))})"
+        reason = f"has layers other than full, sliding and linear attention ({', '.join(sorted(kinds))})"
         raise unservable(name, reason)
     if has_latents(text_config):
-        raise unservable(
-            name, "caches latents (multi-head latent attention), for which the engine's slots are not made"
-        )
+        raise unservable(name, "caches latents (multi-head latent attention), which the engine's slots do not support")
     if shared_layers(text_config):
         raise unservable(name, "has layers that read the keys and values of earlier ones")
     windows = {layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer}
     if windows and not any(type(layer) is DynamicLayer for layer in layers):
-        raise unservable(name, "has sliding-window layers only, of which none is compressed")
+        raise unservable(name, "has only sliding-window layers, none of which is compressed")
     if windows - {getattr(text_config, "sliding_window", None)}:
-        raise unservable(name, f"has sliding windows of several lengths ({', '.join(map(str, sorted(windows)))})")
+        raise unservable(name, f"has sliding windows of different lengths ({', '.join(map(str, sorted(windows)))})")
 
 
 def check_servable(model: Any) -> list[LinearModule]:
@@ -93,14 +91,14 @@ def check_servable(model: Any) -> list[LinearModule]:
     if not linear:
         return []
     if TensorParallel.of(model).size > 1:
-        why = "ranks tell each other of their pages, and not of states"
+        why = "ranks tell each other about their pages but not about states"
         raise unservable(name, "has linear attention and is spread by tensor parallelism", why)
     try:
         modules = find_modules(model.get_decoder())
     except ValueError as error:
         raise unservable(name, f"keeps states in {error}, whose forward cannot be run request by request") from None
     if [module.layer for module in modules] != sorted(linear):
-        raise unservable(name, "keeps states otherwise than in one module of each layer that its configuration names")
+        raise unservable(name, "keeps states elsewhere than in one module of each layer that its configuration names")
     return modules
 
 
@@ -108,6 +106,6 @@ def unservable(name: str, reason: str, why: str | None = None) -> UnsupportedMod
     """Returns the error for a model called `name`. `reason` says what is unsupported, and `why` gives the cause."""
     stands = "" if why is None else f": {why}"
     return UnsupportedModelError(
-        f"{name} {reason}, which continuous batching with the compressed cache does not do{stands}; leave "
+        f"{name} {reason}, which continuous batching with the compressed cache does not support{stands}; leave "
         'cache_implementation="diffkv" out of it, or use generate().'
     )

@@ -83,13 +83,13 @@ def try_attention(
     if sorted(trial.shapes) != layers.attention or len(set(trial.shapes.values())) != 1:
         raise UnsupportedModelError(
             f"the layers of {type(model).__name__} differ in heads, head_dim, dtype or device, or do not all attend "
-            "through the attention interface; continuous batching with the compressed cache needs them alike."
+            "through the attention interface; continuous batching with the compressed cache needs them to be the same."
         )
     sliding = layers.sliding
     expected = {} if sliding is None else dict.fromkeys(sliding.layers, sliding.window)
     # some models show it only in their mask
     if trial.windows.items() - expected.items():
-        raise unservable(type(model).__name__, "has sliding windows that its configuration does not tell of")
+        raise unservable(type(model).__name__, "has sliding windows that its configuration does not mention")
     if trial.states.keys() != layers.linear.keys():
         raise unservable(type(model).__name__, "does not run all modules that keep states in every forward")
     return next(iter(trial.shapes.values())), trial.states

@@ -53,7 +53,8 @@ class SlidingWindows:
         if not shape.key_dim == shape.value_dim == self._allocator.head_dim:
             raise UnsupportedModelError(
                 f"keys and values of {shape.key_dim} and {shape.value_dim} elements, where the configuration says "
-                f"{self._allocator.head_dim}, are not what Transformers' engine keeps windows of; use generate()."
+                f"{self._allocator.head_dim}, are not supported by the sliding windows of Transformers' engine; use "
+                "generate()."
             )
         self._memory = reserve(shape.device)
         self._blocks = 0

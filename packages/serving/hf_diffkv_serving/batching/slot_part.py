@@ -62,7 +62,7 @@ class SlotPart:
             pool.truncate(pages, self.store.table.table)
             self.reservations.look_again()
             if pool.granularity and pool.slack > pool.granularity:
-                raise MemoryError(f"{pool.slack} bytes behind the pages cannot be given back.")
+                raise MemoryError(f"{pool.slack} bytes after the pages cannot be returned.")
 
     def resize(self, slots: int, tokens: int) -> None:
         """Calls `SlotStore.resize`, and counts pages again."""

@@ -59,7 +59,7 @@ class SlotStore(Store):
     @property
     def bytes(self) -> int:
         """Bytes the device holds."""
-        return self.pool.bytes + self.bytes_beside_pool() + sum(t.slack for t in self._growing.values())
+        return self.pool.bytes + self.bytes_outside_pool() + sum(t.slack for t in self._growing.values())
 
     def look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs the compaction that is due and reads counts, for the next step.

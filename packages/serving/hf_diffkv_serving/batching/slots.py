@@ -81,8 +81,8 @@ class Slots:
         self.device, self.dtype = shape.device, shape.dtype
         if lowers(config) and not self.ranks.alone:
             raise ValueError(
-                "until_full does not go with tensor parallelism in continuous batching, where ranks count each other's "
-                "pages; leave until_full out, or run the model on one device."
+                "until_full cannot be combined with tensor parallelism in continuous batching, where ranks count each "
+                "other's pages; leave until_full out, or run the model on one device."
             )
         with self.ranks.in_step():
             self.parts = make_parts(slot_configs(config, num_layers, shape), shape)
@@ -93,7 +93,7 @@ class Slots:
         self.room.longest = self.ranks.least(self.room.longest)
         if self.longest < min(max_tokens, self._exact):
             raise MemoryError(
-                f"max_bytes={max_bytes} holds no page beside the window and table of one request of up to "
+                f"max_bytes={max_bytes} leaves no page besides the window and table of one request of up to "
                 f"{max_tokens} tokens; raise max_bytes, or allow shorter requests."
             )
         self._taken: set[int] = set()

@@ -167,7 +167,8 @@ class Generate:
             ids = [int(item) for item in items]
         if not ids:
             raise ValueError(
-                f"{prompt!r:.80} in the column {self._column!r} is no text, list of messages or of token ids."
+                f"{prompt!r:.80} in the column {self._column!r} is not a text, a list of messages or a list of "
+                "token ids."
             )
         return ids
 
@@ -176,7 +177,7 @@ def _column(batch: Any, name: str) -> list[Any]:
     """Returns a column. Raises `ValueError` if there is none of that name."""
     names = list(getattr(batch, "column_names", batch))
     if name not in names:
-        raise ValueError(f"there is no column {name!r} among {names}; say by prompts= which one has the prompts.")
+        raise ValueError(f"there is no column {name!r} among {names}; set prompts= to the one that has the prompts.")
     column = batch[name]
     return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
 

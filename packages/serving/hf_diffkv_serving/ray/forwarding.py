@@ -95,7 +95,7 @@ class ForwardedAnswer:
             headers = dict(self._start["headers"])
             if STREAM not in headers.get(b"content-type", b""):
                 raise
-            yield _event("the replica that answered has ended; ask again.")
+            yield _event("the replica that answered has ended; try again.")
         finally:
             self.cancel()
 

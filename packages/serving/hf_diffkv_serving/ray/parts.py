@@ -99,7 +99,7 @@ class GenerateParts(Generate):
             ValueError: the batch has no column of keys or of prompts.
         """
         if self._key not in batch.column_names:
-            raise ValueError(f"there is no column {self._key!r} among {batch.column_names}; key= names one that is.")
+            raise ValueError(f"there is no column {self._key!r} among {batch.column_names}; set key= to one of them.")
         wanted = [key not in self._done for key in batch[self._key].to_pylist()]
         answered, failed, tokens = 0, 0, (0, 0)
         if any(wanted):

@@ -67,7 +67,7 @@ class CompletionAnswer(Answer):
                 ids = self.served.tokenizer(prompt).input_ids
             # text that UTF-8 cannot represent
             except (TypeError, ValueError) as error:
-                raise RefusedError(400, f"prompt {place} is no text: {error}", "prompt") from error
+                raise RefusedError(400, f"prompt {place} is not a text: {error}", "prompt") from error
             if not ids:
                 raise RefusedError(400, f"prompt {place} has no tokens.", "prompt")
             return ids

@@ -110,5 +110,5 @@ def one_of(body: Body, first: str, second: str) -> Any:
     """Returns the value of a field with two names. Raises `RefusedError` if they differ."""
     one, other = getattr(body, first), getattr(body, second)
     if None not in (one, other) and one != other:
-        raise RefusedError(400, f"{second}: it says otherwise than {first}; leave it out.", second)
+        raise RefusedError(400, f"{second}: it contradicts {first}; leave it out.", second)
     return other if one is None else one

@@ -171,7 +171,7 @@ class Generation:
         self.check_alive()
         handlers = self.engine.output_router.result_handlers
         if any(name in handlers for name in flat):
-            raise RefusedError(409, f"the request id {request_id!r} belongs to a request that is not done.")
+            raise RefusedError(409, f"the request id {request_id!r} belongs to a request that has not finished.")
         limits = [self._limit(prompt, asked.max_new_tokens) for prompt in asked.prompts]
         run = Run(sum(map(len, asked.prompts)))
         run.open = set(range(len(flat)))
@@ -240,7 +240,7 @@ class Generation:
             except RefusedError as error:
                 answer.fail(error)
             except Exception as error:
-                answer.fail(RefusedError(500, f"the answer cannot be said: {error}"))
+                answer.fail(RefusedError(500, f"the answer could not be produced: {error}"))
 
         return handle
 

@@ -80,7 +80,7 @@ class BodyLimit:
             await self._refusal().response()(scope, receive, send)
 
     def _refusal(self) -> RefusedError:
-        reason = f"the body has more than the {self._most:,} bytes that this server takes; send less at once."
+        reason = f"the body exceeds the {self._most:,} bytes that this server accepts; send less at once."
         return RefusedError(413, reason, code="body_too_large")
 
 
@@ -108,7 +108,7 @@ class Admission:
                 return refusal
         if self._max_queue is not None and asks(scope) and self._is_full(self._max_queue):
             headers = {"retry-after": str(RETRY_AFTER)}
-            reason = f"{self._max_queue} requests wait already; try again later."
+            reason = f"{self._max_queue} requests are already waiting; try again later."
             return RefusedError(429, reason, code="queue_full", headers=headers)
         return None
 

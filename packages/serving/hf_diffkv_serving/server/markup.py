@@ -57,7 +57,7 @@ class Markup:
                 pieces += self._pieces_of(event)
                 self._note(event, following)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            _logger.warning("an answer is not as its template says: %s", error)
+            _logger.warning("an answer does not match its template: %s", error)
             written, self._unsaid, self._parser = self._unsaid, "", self._again()
             for string in self._hidden:
                 written = written.replace(string, "")
@@ -77,7 +77,7 @@ class Markup:
         pieces = response_events_to_chunks([event])
         for piece in pieces:
             if isinstance(piece, ToolCall) and not self._calls:
-                raise ValueError("a tool is called, and none may be")
+                raise ValueError("a tool is called, but none may be")
             if isinstance(piece, ToolCall) and not isinstance(piece.name, str):
                 raise TypeError(f"the name of a call is {piece.name!r}")
         return pieces

@@ -25,7 +25,7 @@ def text_of(content: Any) -> Any:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXTS:
-            raise refusal(f"part {i} has type {kind!r}; this server takes text alone")
+            raise refusal(f"part {i} has type {kind!r}; this server accepts text only")
         if not isinstance(part.get("text"), str):
             raise refusal(f"part {i} has no text")
         if unknown := {name for name, value in part.items() if value is not None} - PART:
@@ -144,16 +144,16 @@ def prompt_of(
     taken = set(options) & set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken:
         name = f"chat_template_kwargs.{min(taken)}"
-        raise RefusedError(400, f"{name} is not a name of the chat template; leave it out.", name)
+        raise RefusedError(400, f"{name} is not a variable of the chat template; leave it out.", name)
     given = [message.for_template() for message in messages]
     try:
         prompt = _rendered(tokenizer, given, tools, options)
         ignored = bool(tools) and prompt == _rendered(tokenizer, given, None, options)
     # templates are programs and raise their own errors
     except Exception as error:
-        raise RefusedError(400, f"the chat template does not take these messages: {error}", "messages") from error
+        raise RefusedError(400, f"the chat template rejects these messages: {error}", "messages") from error
     if ignored:
-        reason = "the model's chat template has no place for tools; leave them out, or serve with --chat-template."
+        reason = "the model's chat template does not support tools; leave them out, or serve with --chat-template."
         raise RefusedError(400, reason, "tools")
     return prompt
 

@@ -57,7 +57,7 @@ class Metrics:
         )
         text, labels = "Answers by path and status.", ["path", "status"]
         self._http = Counter("hf_diffkv_http_requests", text, labels, registry=registry)
-        text, labels = "Requests that left the engine, by why.", ["finish_reason"]
+        text, labels = "Requests that left the engine, by reason.", ["finish_reason"]
         self._finished = Counter("hf_diffkv_requests_finished", text, labels, registry=registry)
         registry.register(_EngineCollector(engine, health))
         ProcessCollector(registry=registry)
@@ -99,14 +99,14 @@ class _EngineCollector(Collector):
             return
         memory = found.memory
         yield _gauge("requests_waiting", "Requests that have no memory yet.", found.waiting)
-        yield _gauge("requests_running", "Requests in flight, prompts under way included.", memory.requests)
-        yield _gauge("slots", "Slots for requests that were made so far.", memory.slots)
+        yield _gauge("requests_running", "Requests in flight, including prompts in progress.", memory.requests)
+        yield _gauge("slots", "Slots for requests created so far.", memory.slots)
         yield _counter("prompt_tokens", "Tokens of prompts that were computed.", found.prompt_tokens)
         yield _counter("generated_tokens", "Tokens handed out.", found.generated_tokens)
-        yield _gauge("pages_free_ratio", "Share of the budget's pages that nobody has.", memory.free_share)
-        yield _gauge("pages_used_ratio", "Share of the budget's pages that requests have.", 1 - memory.free_share)
+        yield _gauge("pages_free_ratio", "Share of the budget's pages that are free.", memory.free_share)
+        yield _gauge("pages_used_ratio", "Share of the budget's pages that requests hold.", 1 - memory.free_share)
         yield _gauge("cache_held_bytes", "Windows, tables, scratch, and the pages of requests.", memory.held_bytes)
-        yield _gauge("cache_peak_bytes", "The most that the device held, free pages included.", memory.peak_bytes)
+        yield _gauge("cache_peak_bytes", "The most that the device held, including free pages.", memory.peak_bytes)
         yield _gauge("cache_max_bytes", "The budget.", memory.max_bytes)
         yield _counter("preemptions", "Times that a request lost its memory to others.", found.preemptions)
         if memory.until_full is not None:
@@ -119,7 +119,7 @@ class _EngineCollector(Collector):
         if self._engine.prefixes is None:
             return
         stats = self._engine.prefixes.stats
-        yield _gauge("prefixes", "Prefixes that are kept.", len(self._engine.prefixes))
+        yield _gauge("prefixes", "Prefixes that are stored.", len(self._engine.prefixes))
         yield _counter("prefix_lookups", "Requests that looked for a prefix.", stats.lookups)
         hits = CounterMetricFamily(f"{PREFIX}prefix_hits", "Lookups that found one, by where it was.", labels=["tier"])
         for tier, count in stats.hits.items():

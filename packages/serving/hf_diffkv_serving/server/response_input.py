@@ -70,5 +70,5 @@ def _thoughts(item: dict[str, Any], place: int) -> str:
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise refusal(f"item {place} has content that is no list of texts")
+        raise refusal(f"item {place} has content that is not a list of texts")
     return "".join(texts)

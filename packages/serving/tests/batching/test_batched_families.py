@@ -115,7 +115,7 @@ def test_the_model_beside_its_manager(model: PreTrainedModel) -> None:
     forwards = [module.forward for module in model.modules()]
     wanted = GenerationConfig(cache_implementation="diffkv", cache_config={"max_bytes": TIGHT})
     manager = model.init_continuous_batching(wanted)
-    with pytest.raises(HandOverError, match="beside the manager"):
+    with pytest.raises(HandOverError, match="alongside the manager"):
         model(torch.tensor([[3, 4, 5]]))
     with pytest.raises(ValueError, match="linear attention"):
         manager.use_prefixes(object())
@@ -155,7 +155,7 @@ def test_two_kinds_in_one_layer_are_refused(name: str) -> None:
 
 def test_states_over_ranks_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorParallel, "of", lambda model: TensorParallel(0, 2))
-    with pytest.raises(UnsupportedModelError, match="tensor parallelism.*not of states"):
+    with pytest.raises(UnsupportedModelError, match="tensor parallelism.*not about states"):
         batched(model, LOSSLESS, 64)
 
 

@@ -126,6 +126,6 @@ def test_many_requests_share_a_prefix(forwards: dict[str, list[int]]) -> None:
 def test_prefixes_of_another_configuration_are_refused() -> None:
     model = tiny_model("llama")
     manager = model.init_continuous_batching(request_config(LOSSY), chunks())
-    with pytest.raises(ValueError, match="another model or configuration"):
+    with pytest.raises(ValueError, match="different model or configuration"):
         manager.use_prefixes(PrefixStore(model, LOSSLESS))
     manager.stop()

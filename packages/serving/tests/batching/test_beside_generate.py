@@ -52,7 +52,7 @@ def test_a_running_manager_keeps_its_requests(model: PreTrainedModel, kind: str)
                 generate(model, **options)
             assert model.config._attn_implementation == within
         if kind == "ours":
-            with pytest.raises(ModelInUseError, match="continuous batching runs on"):
+            with pytest.raises(ModelInUseError, match="continuous batching is running on"):
                 generate(model)
         answer = manager.get_result(name, timeout=60)
         assert answer.error is None and answer.generated_tokens == said
@@ -114,9 +114,9 @@ def test_batching_waits_for_a_running_call(model: PreTrainedModel) -> None:
     assert reached.wait(60)
     try:
         for config in CONFIGS.values():
-            with pytest.raises(ModelInUseError, match="start it when the call has returned"):
+            with pytest.raises(ModelInUseError, match="start it after the call has returned"):
                 model.init_continuous_batching(config, few_pages())
-        with pytest.raises(ModelInUseError, match="start it when the call has returned"):
+        with pytest.raises(ModelInUseError, match="start it after the call has returned"):
             idle.start()
         assert model.config._attn_implementation == "diffkv"
     finally:

@@ -292,8 +292,8 @@ def test_wrong_requests_are_refused_alone(model: PreTrainedModel, watch: Watch) 
     assert "token ids [-1]" in found["low"].error and f"token ids [{vocabulary}]" in found["high"].error
     assert f"0 to {vocabulary - 1}" in found["high"].error and "max_new_tokens=0" in found["none"].error
     assert "max_new_tokens=2.5 must be a whole number" in found["half"].error
-    assert "holds 'H' where token ids belong" in found["text"].error and "tokenise" in found["nested"].error
-    assert all("where token ids belong" in found[name].error for name in ("tensor", "none of it", "floats"))
+    assert "holds 'H' where token ids are expected" in found["text"].error and "tokenise" in found["nested"].error
+    assert all("where token ids are expected" in found[name].error for name in ("tensor", "none of it", "floats"))
     assert all(found[name].generated_tokens == [] for name in asked if name != "right")
     assert found["right"].generated_tokens == expected(model, right, 7)
     watch.assert_nothing_left()

@@ -60,7 +60,7 @@ def test_a_hint_of_one_length_alone_plans_for_nothing() -> None:
 def test_an_older_release_is_refused(reimported: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.3")
-    with pytest.raises(ImportError, match=r"transformers>=5\.23, and this is 5\.22\.3"):
+    with pytest.raises(ImportError, match=r"transformers>=5\.23, but this is 5\.22\.3"):
         model.init_continuous_batching(GenerationConfig(cache_implementation="diffkv"))
     assert model.config._attn_implementation == "sdpa"
 

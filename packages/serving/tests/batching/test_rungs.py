@@ -358,7 +358,7 @@ def test_keys_are_lowered_for_the_queries_of_all_prompts() -> None:
 
 
 def test_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="until_full does not go with tensor parallelism.*leave until_full out"):
+    with pytest.raises(ValueError, match="until_full cannot be combined with tensor parallelism.*leave until_full out"):
         make_slots(NAMED, ranks=Mirror())
 
 

@@ -316,7 +316,7 @@ def test_a_measured_model_is_served_with_the_rungs_of_its_table(
 
 def test_prefixes_of_the_final_precision_alone_are_refused(model: PreTrainedModel) -> None:
     manager = model.init_continuous_batching(request_config(NAMED, 300_000), chunks())
-    with pytest.raises(ValueError, match="prefixes are of another model or configuration"):
+    with pytest.raises(ValueError, match="prefixes belong to a different model or configuration"):
         manager.use_prefixes(PrefixStore(model, FINAL, device_bytes=1 << 20))
     manager.stop()
 

@@ -106,9 +106,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="set vLLM's kv_cache_dtype to auto"):
         made.encode(given.to(torch.float8_e4m3fn))
     data, back = made.encode(given), given.clone()
-    with pytest.raises(ValueError, match="made by other settings"):
+    with pytest.raises(ValueError, match="made with other settings"):
         ChunkFormat(DIM, Precision(6, 5)).decode(torch.cat([data, data]), back)
-    with pytest.raises(ValueError, match="or of another dtype"):
+    with pytest.raises(ValueError, match="or another dtype"):
         made.decode(data, back.to(torch.float16))
     with pytest.raises(ValueError, match="remove it from the store"):
         made.decode(data[:-1], back)
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         ChunkFormat(DIM, head_precisions=heads).encode(given)
     with pytest.raises(ValueError, match="has groups"):
         ChunkFormat(DIM, Precision(4, 4, 2))
-    with pytest.raises(ValueError, match="head_dim=12 must be a multiple of 8"):
+    with pytest.raises(ValueError, match="head_dim=12 must be the model's, a multiple of 8"):
         ChunkFormat(12)
     for options in ({}, {"head_dim": 32, "bits": 4}, {"head_dim": 32, "precision": "K4V4", "config": "x"}):
         with pytest.raises(ValueError, match="must be head_dim, and precision or config"):

@@ -115,7 +115,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     event, data = last.split("\n")
     assert event == "event: error"
     error = json.loads(data.removeprefix("data: "))["error"]
-    assert error["type"] == "server_error" and "has ended; ask again" in error["message"]
+    assert error["type"] == "server_error" and "has ended; try again" in error["message"]
     assert len(handle.asked) == 1
 
 

@@ -85,7 +85,7 @@ def test_rows_get_the_answers_of_generate_or_a_reason(worker: Generate) -> None:
         assert row["answer_ids"] == ids and row["error"] is None
         assert row["answer"] == tokenizer().decode(ids, skip_special_tokens=True)
         assert (row["prompt_tokens"], row["answer_tokens"]) == (len(ids_of(i)), NEW)
-    assert "is no text, list" in rows[1]["error"] and "shorten the prompt" in rows[2]["error"]
+    assert "is not a text, a list" in rows[1]["error"] and "shorten the prompt" in rows[2]["error"]
     assert all(row["answer"] is None and row["answer_ids"] == [] for row in rows[1:3])
 
 
@@ -94,12 +94,12 @@ def test_prompts_are_texts_ids_or_messages_in_any_kind_of_batch(worker: Generate
     tokens[:] = [np.array(ids_of(2)), ids_of(3), [0.5]]
     found = asyncio.run(worker({"prompt": tokens, "id": np.arange(3)}))
     assert found["answer_ids"] == [expected(ids_of(2)), expected(ids_of(3)), []]
-    assert found["error"][:2] == [None, None] and "is no text, list" in found["error"][2]
+    assert found["error"][:2] == [None, None] and "is not a text, a list" in found["error"][2]
     worker._tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     # as a table that other rows gave another field
     frame = pandas.DataFrame({"prompt": [[{"role": "user", "content": text_of(4), "name": None}]]})
     assert asyncio.run(worker(frame))["answer_ids"].tolist() == [expected(ids_of(4))]
-    with pytest.raises(ValueError, match=r"no column 'prompt' among \['text'\]; say by prompts="):
+    with pytest.raises(ValueError, match=r"no column 'prompt' among \['text'\]; set prompts="):
         asyncio.run(worker({"text": [text_of(0)]}))
 
 

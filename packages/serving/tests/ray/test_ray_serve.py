@@ -140,12 +140,12 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Any, client: ht
         kill(cluster, replica)
         last = [line for line in lines if line.startswith("data:")][-1]
     error = json.loads(last.removeprefix("data:"))["error"]
-    assert error["message"] == "the replica that answered has ended; ask again." and error["type"] == "server_error"
+    assert error["message"] == "the replica that answered has ended; try again." and error["type"] == "server_error"
     # the library that clients use raises it
     stream = service.completions.create(**body)
     next(stream)
     until(lambda: replica not in (found := replicas(client)) and found)
-    with pytest.raises(openai.APIError, match="has ended; ask again"):
+    with pytest.raises(openai.APIError, match="has ended; try again"):
         for living in replicas(client):
             kill(cluster, living)
         list(stream)

@@ -80,7 +80,7 @@ def test_measured_heads_have_final_precisions_for_a_budget(
             ["--high", "K8V4", "--low", "K4V2", "--alpha-high", "1"],
             "until_full=K8V8 needs a final precision for all tokens",
         ),
-        (["--max-bytes", "0%"], "is no share of what is free"),
+        (["--max-bytes", "0%"], "is not a share of the free memory"),
     ],
 )
 def test_what_cannot_be_lowered_is_refused(

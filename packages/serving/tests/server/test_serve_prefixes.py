@@ -59,5 +59,7 @@ def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, 
     options = SimpleNamespace(prefix_bytes=1, prefix_folder=tmp_path / "new", prefix_folder_bytes=None)
     model = tiny_model("llama")
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(Failure, match=f"^--prefix-folder {tmp_path / 'new'} cannot be made: Read-only file system.$"):
+    with pytest.raises(
+        Failure, match=f"^--prefix-folder {tmp_path / 'new'} cannot be created: Read-only file system.$"
+    ):
         serve._use_prefixes(options, model, LOSSY, None)
