@@ -205,7 +205,7 @@ def test_heads_that_were_not_measured_have_no_curve() -> None:
 
 
 def test_a_ratio_below_the_ladder_is_refused() -> None:
-    with pytest.raises(ValueError, match="target_ratio=0.1 is below what K2V2 takes"):
+    with pytest.raises(ValueError, match="target_ratio=0.1 is below what K2V2 needs"):
         loss_curve({"sensitivity": sensitivity(2).to_dict()}, [0.1])
 
 
@@ -216,7 +216,7 @@ def test_few_bits_for_low_ratios_alone() -> None:
     low, high = (allocate(given, ratio).precisions for ratio in (least - 0.001, least))
     assert any(few in layer for layer in low) and not any(few in layer for layer in high)
     unknown = replace(given, key_errors={bits: error for bits, error in given.key_errors.items() if bits > 2})
-    with pytest.raises(ValueError, match="is below what K3V2 takes"):
+    with pytest.raises(ValueError, match="is below what K3V2 needs"):
         allocate(unknown, least - 0.001)
 
 

@@ -234,7 +234,7 @@ def test_chosen_precisions(model: PreTrainedModel) -> None:
     large = CONFIG_MAPPING["deepseek_v3"]()
     assert DiffKVConfig.for_model(large, target_ratio=0.6).high.name == "K8V8"
     assert DiffKVConfig.for_model(large, target_ratio=0.3).high.name == "K8V4"
-    with pytest.raises(ValueError, match="below what K8V3 takes"):
+    with pytest.raises(ValueError, match="below what K8V3 needs"):
         DiffKVConfig.for_model(large, target_ratio=0.1)
 
 
