@@ -342,8 +342,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
         if device is not None:
             raise ValueError(
-                f"device={device} cannot be combined with a model, whose layers determine where the cache goes; "
-                "leave it out."
+                f"device={device} cannot be combined with a model, whose layers say where the cache goes; leave it out."
             )
         parallel, devices = TensorParallel.of(model), layer_devices(model)
         return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
@@ -439,8 +438,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
             tokens_to_remove = tokens_to_remove.item()
         if not isinstance(tokens_to_remove, Integral) or tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove={tokens_to_remove!r} must be 0 or a negative integer: minus the number of "
-                "tokens to remove."
+                f"tokens_to_remove={tokens_to_remove!r} must be 0 or a negative integer: minus the number of tokens."
             )
         self.check_handover()
         # with two tokenizers, an assistant's text may change further back; it is then given all of it again
@@ -473,9 +471,7 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
         self.stores.broken = False
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "DiffKVCache allocates memory with the first keys and values; no preparation is needed."
-        )
+        raise NotImplementedError("DiffKVCache allocates with its first keys and values; no preparation is needed.")
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Returns -1, no maximum. Older name for `get_max_length`."""

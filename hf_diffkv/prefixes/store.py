@@ -61,8 +61,7 @@ class PrefixStore:
 
     Every tier stores a prefix compressed and whole: the pages, windows and counts of one request. `lookup` copies them
     into a cache that continues as if it had never been stored. A prefix is found by a hash of its tokens, which are
-    then compared. If it does not fit into device memory, it goes to host memory, then to the folder. A hit moves it
-    back up.
+    then compared. What does not fit into device memory goes to host memory, then to the folder. A hit moves it up.
 
     Eviction follows CaR's score. A request adds 1 to the score of the prefix it will use when `look_ahead` announces
     it, and another 1 when `lookup` dispatches it. Both are taken back when it is inserted or its cache is dropped. The

@@ -14,7 +14,7 @@ from tiny_models import LATENT, ragged_prompts, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, Precision, UnsupportedModelError
+from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, UnsupportedModelError
 from hf_diffkv.cache import supported_models
 from hf_diffkv.compat import passing
 from hf_diffkv.precision import SUPPORTED_BITS
@@ -496,9 +496,3 @@ def test_masks_of_the_new_tokens_alone_are_refused_before_anything_changes(famil
         with raises(HandOverError, f"mask covers {new} keys", f"seen {seen}", "past ones included"):
             model(ids, attention_mask=mask, **passing(cache))
         assert contents(cache) == before
-
-
-def test_precision_is_refused_by_itself() -> None:
-    for bits in (*(set(range(-1, 33)) - set(SUPPORTED_BITS)), True, "8"):
-        with raises(ValueError, "k_bits", str(SUPPORTED_BITS)):
-            Precision(bits, 4)

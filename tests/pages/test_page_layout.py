@@ -250,3 +250,10 @@ def test_insets_of_groups() -> None:
         Precision(8, 2, 1, 2), Precision(4, 3), 64, 128, 2, metadata_bits=16, position_bytes=0, rotated=True
     )
     assert (layout.high.value_inset, layout.low.value_inset) == (inset_of(2, 64), inset_of(3, 128))
+
+
+def test_precision_is_refused_by_itself() -> None:
+    for bits in (*(set(range(-1, 33)) - set(SUPPORTED_BITS)), True, "8"):
+        with pytest.raises(ValueError) as caught:
+            Precision(bits, 4)
+        assert "k_bits" in str(caught.value) and str(SUPPORTED_BITS) in str(caught.value)
