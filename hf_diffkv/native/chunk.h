@@ -22,7 +22,8 @@ struct Chunk {
 
 inline bool use_digits(const Step& step) { return HAS_DIGITS && step.format.dtype != FLOAT32; }
 
-// Part of a group's queries: elements [group, padded dim], the same as digits, and the sums that zero points multiply.
+// Part of a group's queries: elements [group, padded dim], the same as digits (`query_digits`), and the sums that zero
+// points multiply.
 struct Operand {
   float *elements, *sum, *factor;
   int8_t *upper, *lower;
@@ -31,8 +32,8 @@ struct Operand {
     take(elements, group * dim);
     take(sum, group);
     take(factor, group);
-    take(upper, group * dim);
-    take(lower, group * dim);
+    take(upper, round_up(group, 4) * dim);
+    take(lower, round_up(group, 4) * dim);
   }
 };
 
@@ -42,12 +43,15 @@ struct Work {
   // `latent` is the second part of absorbed queries
   Operand query, latent;
   float *weight_factor, *quads;
+  float* constant;  // what every channel of a head's output gets
   int8_t *weight_upper, *weight_lower;
   float *key_scale, *key_zero, *value_scale, *value_zero;
   float *weight, *received, *rows;
   float* latent_product;  // products of `latent` with the values
   uint8_t* codes;
 #if defined(__AVX512VNNI__)
+  const uint8_t** code_rows;  // [STAGED_CODES]
+  uint8_t* transposed;        // by `transpose_quads`
   GroupDigits groups;
 #endif
 
@@ -61,6 +65,7 @@ struct Work {
     query.place(take, group, key);
     latent.place(take, step.absorbed ? group : 0, value);
     take(weight_factor, group);
+    take(constant, group);
     take(quads, group * value);
     take(weight_upper, group * STAGED_CODES);
     take(weight_lower, group * STAGED_CODES);
@@ -74,10 +79,12 @@ struct Work {
     take(latent_product, step.absorbed ? group * stride : 0);
     take(codes, STAGED_CODES * widest + 64);
 #if defined(__AVX512VNNI__)
+    take(code_rows, STAGED_CODES);
+    take(transposed, quad_block(STAGED_CODES) * value / 64);
     const int64_t count = most_groups(step.format);
     if (count > 1) {
-      take(groups.upper, count * group * key);
-      take(groups.lower, count * group * key);
+      take(groups.upper, count * round_up(group, 4) * key);
+      take(groups.lower, count * round_up(group, 4) * key);
       take(groups.factor, count * group);
       take(groups.sum, count * group);
       take(groups.scale, STAGED_CODES * count + 16);
@@ -96,17 +103,16 @@ inline void load_part(const Step& step, const Element* from, int dim, float scal
   float* elements = to.elements + h * stride;
   for (int d = 0; d < dim; d++) elements[d] = to_float(from[d]);
   if (step.rotate) rotate(elements, dim);
-  float sum = 0;
-  for (int d = 0; d < dim; d++) sum += elements[d] *= scale;
   for (int64_t d = dim; d < stride; d++) elements[d] = 0;
-  to.sum[h] = sum;
+  Floats total = {};
+  for (int64_t d = 0; d < stride; d += WIDTH) {
+    const Floats scaled = load(elements + d) * splat(scale);
+    store(elements + d, scaled);
+    total += scaled;
+  }
+  to.sum[h] = sum(total);
 #if defined(__AVX512VNNI__)
-  if (!use_digits(step)) return;
-  int8_t *upper = to.upper + h * stride, *lower = to.lower + h * stride;
-  to.factor[h] = query_digits(elements, int(stride), upper, lower);
-  int64_t digits = 0;
-  for (int64_t d = 0; d < stride; d++) digits += 128 * upper[d] + lower[d];
-  to.sum[h] = float(digits) * to.factor[h];
+  if (use_digits(step)) to.factor[h] = query_digits(elements, stride, h, step.group, to.upper, to.lower, to.sum[h]);
 #endif
 }
 
@@ -137,29 +143,27 @@ inline void products(const Step& step, Work& work, const Piece* begin, const Pie
     return group_products(begin, end, query.elements, heads, work.codes, work.groups, out, stride);
 #endif
   Cursor cursor = {begin, end, 0};
+  Ahead ahead = {begin, end, values, 0};
   while (!cursor.done()) {
     int count;
+    ahead.skip(cursor.piece);
     switch (form_of(side)) {
-      case CODES: {
-        const uint8_t* codes = work.codes;
-        if (side.row == padding) {
-          // one-byte codes in rows of whole vectors need no unpacking
-          codes = cursor.piece->rows(values);
-          count = cursor.piece->count;
-          cursor.fetch_ahead(values);
-          cursor.advance(count);
-        } else {
-          count = stage_codes(cursor, values, work.codes, STAGED_CODES);
-        }
+      case CODES:
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
-          dot_digits(codes, padding, padding, count, query.upper, query.lower, query.factor, heads, out, stride);
+          // the codes stay in L1 while all heads read them
+          const int64_t room = smaller<int64_t>(STAGED_CODES, STAGED_BYTES / padding);
+          count = stage_codes(cursor, values, work.codes, int(room), work.code_rows);
+          ahead.skip(cursor.piece);
+          dot_digits(work.code_rows, padding, count, query.upper, query.lower, query.factor, heads, out, stride,
+                     [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });
           break;
         }
 #endif
-        dot_rows(codes, padding, count, query.elements, padding, heads, width, out, stride);
+        ahead.fetch(cursor.piece);
+        count = stage_codes(cursor, values, work.codes, STAGED_CODES);
+        dot_rows(work.codes, padding, count, query.elements, padding, heads, width, out, stride);
         break;
-      }
       case STORED:
         count = cursor.piece->count;
         with_dtype(step.format.dtype, [&](auto element) {
@@ -185,30 +189,32 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
   const int64_t padding = padded(side.dim);
   const int width = width_of(side), heads = int(step.group);
   Cursor cursor = {begin, end, 0};
+  // the values of absorbed steps have just been read for logits
+  Ahead ahead = {step.absorbed ? end : begin, end, true, 0};
   while (!cursor.done()) {
     int count;
+    ahead.skip(cursor.piece);
     switch (form_of(side)) {
       case CODES:
-        count = stage_codes(cursor, true, work.codes, STAGED_CODES);
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
+          count = stage_codes(cursor, true, work.codes, STAGED_CODES, work.code_rows);
           for (int h = 0; h < heads; h++) {
             int8_t *upper = work.weight_upper + h * STAGED_CODES, *lower = work.weight_lower + h * STAGED_CODES;
             float lost;
             work.weight_factor[h] = weight_digits(weight + h * stride, count, upper, lower, lost);
             // only the codes' distance from their middle is lost, because the zero points have their full weights
-            const Floats middle = splat(lost * 0.5f * levels_of(side.bits));
-            for (int64_t d = 0; d < padding; d += WIDTH) {
-              float* to = output + h * padding + d;
-              store(to, load(to) + middle);
-            }
+            work.constant[h] += lost * 0.5f * levels_of(side.bits);
           }
-          transpose_quads(work.codes, padding, count);
-          add_digits(work.codes, padding, count, work.weight_upper, work.weight_lower, STAGED_CODES,
-                     work.weight_factor, heads, work.quads, padding);
+          ahead.skip(cursor.piece);
+          transpose_quads(work.code_rows, padding, count, work.transposed);
+          add_digits(work.transposed, padding, count, work.weight_upper, work.weight_lower, STAGED_CODES,
+                     work.weight_factor, heads, work.quads, padding, [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });
           break;
         }
 #endif
+        ahead.fetch(cursor.piece);
+        count = stage_codes(cursor, true, work.codes, STAGED_CODES);
         add_rows(work.codes, padding, count, weight, stride, heads, width, output, padding);
         break;
       case STORED:
@@ -333,12 +339,18 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
       zeros = fma(weight, load(work.value_zero + t), zeros);
       store(work.weight + h * stride + t, weight * load(work.value_scale + t));
     }
-    const Floats zero = splat(sum(zeros));
-    for (int64_t d = 0; d < value; d += WIDTH) store(chunk.output + h * value + d, zero);
+    work.constant[h] = sum(zeros);
   }
   each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
     value_sums(step, work, first, last, work.weight + offset, stride, chunk.output);
   });
+  for (int64_t h = 0; h < group; h++) {
+    const Floats constant = splat(work.constant[h]);
+    for (int64_t d = 0; d < value; d += WIDTH) {
+      float* to = chunk.output + h * value + d;
+      store(to, load(to) + constant);
+    }
+  }
 #if defined(__AVX512VNNI__)
   if (use_digits(step))
     for (int64_t h = 0; h < group; h++) add_from_quads(work.quads + h * value, int(value), chunk.output + h * value);

@@ -201,9 +201,13 @@ inline float sum(Floats x) {
   return total;
 }
 inline float largest(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#else
   float best = x[0];
   for (int i = 1; i < WIDTH; i++) best = larger(best, x[i]);
   return best;
+#endif
 }
 inline float smallest(Floats x) {
   float best = x[0];
@@ -212,15 +216,17 @@ inline float smallest(Floats x) {
 }
 
 #if defined(__AVX512F__)
-// Sums each of 16 vectors of floats or integers.
-template <class Vector>
+// Sums parts of 16 / PARTS vectors of floats or integers: result[part, vector] is the sum of lanes 16 / PARTS * part to
+// 16 / PARTS * (part + 1) - 1 of a vector. PARTS is 1, 2 or 4.
+template <int PARTS, class Vector>
 inline Vector lane_sums(const Vector* a) {
-  Vector b[8], c[4];
-  for (int i = 0; i < 8; i++) {
+  constexpr int VECTORS = 16 / PARTS;
+  Vector b[VECTORS / 2], c[VECTORS / 4];
+  for (int i = 0; i < VECTORS / 2; i++) {
     const __m512 x = (__m512)a[2 * i], y = (__m512)a[2 * i + 1];
     b[i] = (Vector)_mm512_unpacklo_ps(x, y) + (Vector)_mm512_unpackhi_ps(x, y);
   }
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < VECTORS / 4; i++) {
     const __m512d x = (__m512d)b[2 * i], y = (__m512d)b[2 * i + 1];
     c[i] = (Vector)_mm512_unpacklo_pd(x, y) + (Vector)_mm512_unpackhi_pd(x, y);
   }
@@ -228,14 +234,20 @@ inline Vector lane_sums(const Vector* a) {
     const __m512 x = (__m512)p, y = (__m512)q;
     return (Vector)_mm512_shuffle_f32x4(x, y, 0x88) + (Vector)_mm512_shuffle_f32x4(x, y, 0xdd);
   };
-  return join(join(c[0], c[1]), join(c[2], c[3]));
+  if constexpr (PARTS == 1) return join(join(c[0], c[1]), join(c[2], c[3]));
+  if constexpr (PARTS == 2) {
+    // from both parts of the first four vectors and of the others to all vectors of a part
+    const __m512 both = (__m512)join(c[0], c[1]);
+    return (Vector)_mm512_shuffle_f32x4(both, both, 0xd8);
+  }
+  return c[0];
 }
 #endif
 
 // Sums each of BLOCK vectors.
 inline void sums(const Floats* a, float* out) {
 #if defined(__AVX512F__)
-  store(out, lane_sums(a));
+  store(out, lane_sums<1>(a));
 #elif defined(__AVX2__)
   const __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
   const __m256 y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));

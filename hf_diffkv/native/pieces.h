@@ -110,21 +110,38 @@ inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tok
   return piece;
 }
 
-// Prefetches what a pass over keys, or over values, reads from a piece, into L2 because L1 holds the current data. The
-// pass over keys also needs the factors of both; the pass over values also needs the scores, which are updated last.
-DIFFKV_INLINE void prefetch(const Piece& piece, bool values) {
-  const Tier& tier = *piece.tier;
-  const uint8_t* rows = piece.rows(values);
-  const int bytes = piece.side(values).row * piece.count;
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i, 0, 2);
-  if (!piece.page) return;
-  if (values) {
-    __builtin_prefetch(piece.page + tier.score_offset, 0, 2);
-  } else {
-    __builtin_prefetch(piece.page + tier.key.metadata_offset, 0, 2);
-    __builtin_prefetch(piece.page + tier.value.metadata_offset, 0, 2);
+// Cache lines that can be on their way at a time; further ones would wait.
+constexpr int LINES_TOGETHER = 16;
+
+// Prefetches what a pass over keys, or over values, reads next, up to two pieces ahead, into L2 because L1 holds the
+// current data. The pass over keys also needs the factors of both; the pass over values also needs the scores, which
+// are updated last.
+struct Ahead {
+  const Piece *piece, *end;
+  bool values;
+  int offset;
+
+  // Leaves out pieces up to `reading`.
+  void skip(const Piece* reading) {
+    if (piece <= reading) piece = reading + 1, offset = 0;
   }
-}
+  DIFFKV_INLINE void fetch(const Piece* reading, int lines = INT32_MAX) {
+    for (; lines > 0 && piece < end && piece <= reading + 2; lines--) {
+      if (offset < piece->side(values).row * piece->count) {
+        __builtin_prefetch(piece->rows(values) + offset, 0, 2);
+        offset += 64;
+        continue;
+      }
+      const Tier& tier = *piece->tier;
+      if (piece->page && values) __builtin_prefetch(piece->page + tier.score_offset, 0, 2);
+      if (piece->page && !values) {
+        __builtin_prefetch(piece->page + tier.key.metadata_offset, 0, 2);
+        __builtin_prefetch(piece->page + tier.value.metadata_offset, 0, 2);
+      }
+      piece++, offset = 0;
+    }
+  }
+};
 
 }  // namespace
 }  // namespace diffkv

@@ -95,83 +95,97 @@ inline void add_rows(const Element* rows, int64_t stride, int count, const float
 constexpr bool HAS_DIGITS = true;
 constexpr float LARGEST_QUERY = 16256.f, LARGEST_WEIGHT = 16383.f;
 
-// Calls `call` with several heads at a time: their number (a `Constant` of MOST or a smaller power of two) and the
-// first head.
-template <int MOST, class Call>
-inline void each_heads(int heads, Call call) {
-  int h = 0;
-  for (; h + MOST <= heads; h += MOST) call(Constant<MOST>(), h);
-  if constexpr (MOST > 1) each_heads<MOST / 2>(heads - h, [&](auto count, int next) { call(count, h + next); });
-}
+// Heads multiplied together with the first or next of `heads` heads: four, of which the last may be missing, two or one.
+inline int64_t heads_together(int64_t heads) { return heads > 2 ? 4 : heads; }
 
-// q = factor * (128 * upper + lower), both within [-127, 127]. Returns the factor.
-inline float query_digits(const float* query, int width, int8_t* upper, int8_t* lower) {
+// q = factor * (128 * upper + lower), both within [-127, 127]. The digits of heads that are multiplied together
+// alternate: 64 / `heads_together` channels of each. `upper` and `lower` are those of head 0. Returns the factor;
+// `rounded` is the sum of the query as digits.
+inline float query_digits(const float* query, int64_t width, int64_t head, int64_t heads, int8_t* upper, int8_t* lower,
+                          float& rounded) {
+  const int64_t first = head / 4 * 4, together = heads_together(heads - first), channels = 64 / together;
+  const int64_t place = first * width + (head - first) * channels;
   Floats top = {};
-  for (int d = 0; d < width; d += 16) top = maximum(top, _mm512_abs_ps(load(query + d)));
+  for (int64_t d = 0; d < width; d += 16) top = maximum(top, _mm512_abs_ps(load(query + d)));
   const float peak = largest(top);
   const Floats factor = splat(peak > 0 ? LARGEST_QUERY / peak : 0.f);
-  for (int d = 0; d < width; d += 16) {
+  Ints total = {};
+  for (int64_t d = 0; d < width; d += 16) {
+    const int64_t at = place + d / channels * 64 + d % channels;
     const __m512i q = _mm512_cvtps_epi32(load(query + d) * factor);
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
-    _mm_storeu_si128((__m128i*)(upper + d), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128((__m128i*)(lower + d), _mm512_cvtepi32_epi8(_mm512_sub_epi32(q, _mm512_slli_epi32(high, 7))));
+    _mm_storeu_si128((__m128i*)(upper + at), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128((__m128i*)(lower + at), _mm512_cvtepi32_epi8(_mm512_sub_epi32(q, _mm512_slli_epi32(high, 7))));
+    total += (Ints)q;
   }
+  rounded = _mm512_reduce_add_ps(_mm512_cvtepi32_ps((__m512i)total)) * (peak / LARGEST_QUERY);
   return peak / LARGEST_QUERY;
 }
 
-// Sums digits times codes for some tokens and one head. A product has VECTORS * 64 codes; 0 allows any number.
-template <int TOKENS, int VECTORS>
-inline void dot_digit_rows(const uint8_t* const* row, int64_t width, const int8_t* upper, const int8_t* lower,
-                           __m512i* sum) {
-  const int vectors = VECTORS ? VECTORS : int(width / 64);
-  for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_setzero_si512();
-  for (int v = 0; v < vectors; v++) {
-    const __m512i q = _mm512_loadu_si512(upper + 64 * v);
-    for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_dpbusd_epi32(sum[t], _mm512_loadu_si512(row[t] + 64 * v), q);
-  }
-  for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_slli_epi32(sum[t], 7);
-  for (int v = 0; v < vectors; v++) {
-    const __m512i q = _mm512_loadu_si512(lower + 64 * v);
-    for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_dpbusd_epi32(sum[t], _mm512_loadu_si512(row[t] + 64 * v), q);
-  }
+// Adds digits times codes. Vectors of integers of another type would be copied before every sum.
+inline Ints add_products(Ints sum, __m512i codes, __m512i digits) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, codes, digits);
 }
 
-template <int HEADS, int VECTORS>
-DIFFKV_ALONE void dot_digit_heads(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
-                                  const int8_t* lower, const float* factor, float* out, int64_t out_stride) {
-  constexpr int TOKENS = 16 / HEADS, TOGETHER = TOKENS < 4 ? TOKENS : 4;
+// Repeats 64 / HEADS codes for every head.
+template <int HEADS>
+inline __m512i codes_of_heads(const uint8_t* codes) {
+  if constexpr (HEADS == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)codes));
+  if constexpr (HEADS == 2) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)codes));
+  return _mm512_loadu_si512(codes);
+}
+
+// Multiplies the first `there` of HEADS heads by all tokens, 8 at a time; calls `between` before each time.
+template <int HEADS, class Between>
+DIFFKV_ALONE void dot_digit_heads(const uint8_t* const* rows, int64_t width, int count, const int8_t* upper,
+                                  const int8_t* lower, const float* factor, int64_t there, float* out,
+                                  int64_t out_stride, Between between) {
+  constexpr int TOKENS = 16 / HEADS;
   float factors[16];
-  for (int i = 0; i < 16; i++) factors[i] = factor[i / TOKENS];
-  for (int first = 0; first < count; first += TOKENS) {
-    __m512i total[16];
-    for (int t0 = 0; t0 < TOKENS; t0 += TOGETHER) {
-      const uint8_t* row[TOGETHER];
-      for (int t = 0; t < TOGETHER; t++) row[t] = codes + smaller(first + t0 + t, count - 1) * stride;
-#pragma GCC unroll 4
-      for (int h = 0; h < HEADS; h++)
-        dot_digit_rows<TOGETHER, VECTORS>(row, width, upper + h * width, lower + h * width, total + h * TOKENS + t0);
+  for (int i = 0; i < 16; i++) factors[i] = factor[smaller<int64_t>(i / TOKENS, there - 1)];
+  for (int first = 0; first < count; first += 16) {
+    Ints total[16];
+    for (int from = 0; from < 16; from += 8) {
+      between();
+      const uint8_t* row[8];
+      for (int t = 0; t < 8; t++) row[t] = rows[smaller(first + from + t, count - 1)];
+      Ints high[8], low[8];
+      for (int t = 0; t < 8; t++) high[t] = low[t] = Ints{};
+      const int8_t *high_digits = upper, *low_digits = lower;
+      for (int64_t d = 0; d < width; d += 64 / HEADS, high_digits += 64, low_digits += 64) {
+        const __m512i u = _mm512_loadu_si512(high_digits), l = _mm512_loadu_si512(low_digits);
+        for (int t = 0; t < 8; t++) {
+          const __m512i x = codes_of_heads<HEADS>(row[t] + d);
+          high[t] = add_products(high[t], x, u);
+          low[t] = add_products(low[t], x, l);
+        }
+      }
+      for (int t = 0; t < 8; t++) total[from + t] = (high[t] << 7) + low[t];
     }
-    float products[16];
-    store(products, _mm512_cvtepi32_ps((__m512i)lane_sums(reinterpret_cast<const Ints*>(total))) * load(factors));
-    for (int h = 0; h < HEADS; h++)
-      memcpy(out + h * out_stride + first, products + h * TOKENS, TOKENS * sizeof(float));
+    for (int t = 0; t < 16; t += TOKENS) {
+      float products[16];
+      store(products, _mm512_cvtepi32_ps((__m512i)lane_sums<HEADS>(total + t)) * load(factors));
+      for (int64_t h = 0; h < there; h++)
+        memcpy(out + h * out_stride + first + t, products + h * TOKENS, TOKENS * sizeof(float));
+    }
   }
 }
 
-// out[h, t] = query[h] . codes[t] over `width` codes, a multiple of 64. Rows of codes are `stride` bytes apart, rows of
-// digits `width` bytes. Overwrites up to 15 numbers after the last token of each head.
-inline void dot_digits(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
-                       const int8_t* lower, const float* factor, int heads, float* out, int64_t out_stride) {
-  auto dot = [&](auto vectors) {
-    each_heads<4>(heads, [&](auto some, int h) {
-      dot_digit_heads<some.value, vectors.value>(codes, stride, width, count, upper + h * width, lower + h * width,
-                                                 factor + h, out + h * out_stride, out_stride);
-    });
-  };
-  switch (width) {
-    case 64: return dot(Constant<1>());
-    case 128: return dot(Constant<2>());
-    default: return dot(Constant<0>());
+// out[h, t] = query[h] . rows[t] over `width` codes, a multiple of 64. Overwrites up to 15 numbers after the last token
+// of each head. Calls `between` after every few tokens.
+template <class Between>
+inline void dot_digits(const uint8_t* const* rows, int64_t width, int count, const int8_t* upper, const int8_t* lower,
+                       const float* factor, int64_t heads, float* out, int64_t out_stride, Between between) {
+  for (int64_t h = 0; h < heads; h += 4) {
+    auto dot = [&](auto together) {
+      dot_digit_heads<together.value>(rows, width, count, upper + h * width, lower + h * width, factor + h,
+                                      smaller<int64_t>(4, heads - h), out + h * out_stride, out_stride, between);
+    };
+    switch (heads_together(heads - h)) {
+      case 1: dot(Constant<1>()); break;
+      case 2: dot(Constant<2>()); break;
+      default: dot(Constant<4>());
+    }
   }
 }
 
@@ -193,25 +207,32 @@ inline float weight_digits(const float* weight, int count, int8_t* upper, int8_t
     _mm_storeu_si128((__m128i*)(upper + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(w, 7)));
     _mm_storeu_si128((__m128i*)(lower + t), _mm512_cvtepi32_epi8(_mm512_and_si512(w, _mm512_set1_epi32(127))));
   }
-  lost = sum(losses);
+  lost = _mm512_reduce_add_ps(losses);
   return peak / LARGEST_WEIGHT;
 }
 
-// Transposes every four rows of 64 codes into 16 x 4 dwords, each with the codes of the four rows at one place. Dword
-// (lane, j) of vector i is place 16 * lane + 4 * i + j.
-DIFFKV_ALONE void transpose_quads(uint8_t* codes, int64_t stride, int count) {
-  for (int t = 0; t < count; t += 4)
-    for (int d = 0; d < stride; d += 64) {
-      uint8_t* at = codes + t * stride + d;
+// Bytes of the blocks of 64 channels below; blocks a multiple of 4096 bytes apart would share few lines of L1.
+inline int64_t quad_block(int64_t count) { return 64 * (round_up(count, 4) + 4); }
+
+// Transposes rows of `width` codes into blocks of `quads` [width / 64, tokens, 64]: every four rows' 64 codes become 16 x 4 dwords, each with the codes of the four rows at one place. Dword (lane, j) of vector i is place
+// 16 * lane + 4 * i + j.
+DIFFKV_ALONE void transpose_quads(const uint8_t* const* rows, int64_t width, int count, uint8_t* quads) {
+  const int64_t block = quad_block(count);
+  for (int t = 0; t < count; t += 4) {
+    const uint8_t* row[4];
+    for (int i = 0; i < 4; i++) row[i] = rows[smaller(t + i, count - 1)];
+    for (int64_t d = 0; d < width; d += 64) {
+      uint8_t* to = quads + d / 64 * block + 64 * t;
       __m512i x[4];
-      for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(at + i * stride);
+      for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(row[i] + d);
       const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
       const __m512i c = _mm512_unpacklo_epi8(x[2], x[3]), e = _mm512_unpackhi_epi8(x[2], x[3]);
-      _mm512_storeu_si512(at, _mm512_unpacklo_epi16(a, c));
-      _mm512_storeu_si512(at + stride, _mm512_unpackhi_epi16(a, c));
-      _mm512_storeu_si512(at + 2 * stride, _mm512_unpacklo_epi16(b, e));
-      _mm512_storeu_si512(at + 3 * stride, _mm512_unpackhi_epi16(b, e));
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, c));
+      _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi16(a, c));
+      _mm512_storeu_si512(to + 128, _mm512_unpacklo_epi16(b, e));
+      _mm512_storeu_si512(to + 192, _mm512_unpackhi_epi16(b, e));
     }
+  }
 }
 
 inline __m512i four_weights(const int8_t* at) {
@@ -220,39 +241,46 @@ inline __m512i four_weights(const int8_t* at) {
   return _mm512_set1_epi32(word);
 }
 
+// Adds one block of 64 codes.
 template <int HEADS>
-DIFFKV_ALONE void add_digit_heads(const uint8_t* quads, int64_t stride, int count, const int8_t* upper,
-                                  const int8_t* lower, int64_t digits, const float* factor, float* out,
-                                  int64_t out_stride) {
-  for (int d = 0; d < stride; d += 64) {
-    __m512i high[HEADS][4], low[HEADS][4];
-    for (int h = 0; h < HEADS; h++)
-      for (int i = 0; i < 4; i++) high[h][i] = low[h][i] = _mm512_setzero_si512();
-    for (int t = 0; t < count; t += 4) {
-      __m512i x[4];
-      for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(quads + (t + i) * stride + d);
-      for (int h = 0; h < HEADS; h++) {
-        const __m512i u = four_weights(upper + h * digits + t), l = four_weights(lower + h * digits + t);
-        for (int i = 0; i < 4; i++) high[h][i] = _mm512_dpbusd_epi32(high[h][i], x[i], u);
-        for (int i = 0; i < 4; i++) low[h][i] = _mm512_dpbusd_epi32(low[h][i], x[i], l);
-      }
+DIFFKV_ALONE void add_digit_heads(const uint8_t* quads, int count, const int8_t* upper, const int8_t* lower,
+                                  int64_t digits, const float* factor, float* out, int64_t out_stride) {
+  Ints high[HEADS][4], low[HEADS][4];
+  for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < 4; i++) high[h][i] = low[h][i] = Ints{};
+  for (int t = 0; t < count; t += 4) {
+    __m512i x[4];
+    for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(quads + 64 * (t + i));
+    for (int h = 0; h < HEADS; h++) {
+      const __m512i u = four_weights(upper + h * digits + t), l = four_weights(lower + h * digits + t);
+      for (int i = 0; i < 4; i++) high[h][i] = add_products(high[h][i], x[i], u);
+      for (int i = 0; i < 4; i++) low[h][i] = add_products(low[h][i], x[i], l);
     }
-    for (int h = 0; h < HEADS; h++)
-      for (int i = 0; i < 4; i++) {
-        float* to = out + h * out_stride + d + 16 * i;
-        const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[h][i], 7), low[h][i]);
-        store(to, fma(_mm512_cvtepi32_ps(sum), splat(factor[h]), load(to)));
-      }
+  }
+  for (int h = 0; h < HEADS; h++) {
+    const Floats scale = splat(factor[h]);
+    for (int i = 0; i < 4; i++) {
+      float* to = out + h * out_stride + 16 * i;
+      const Ints sum = (high[h][i] << 7) + low[h][i];
+      store(to, fma(_mm512_cvtepi32_ps((__m512i)sum), scale, load(to)));
+    }
   }
 }
 
-// out[h] += sum of weight[h, t] * codes[t], in the order of `transpose_quads`. Digits of heads are `digits` apart.
-inline void add_digits(const uint8_t* quads, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
-                       int64_t digits, const float* factor, int heads, float* out, int64_t out_stride) {
-  each_heads<2>(heads, [&](auto some, int h) {
-    add_digit_heads<some.value>(quads, stride, count, upper + h * digits, lower + h * digits, digits, factor + h,
-                                out + h * out_stride, out_stride);
-  });
+// out[h] += sum of weight[h, t] * codes[t], in the order of `transpose_quads`. Digits of heads are `digits` apart. Calls
+// `between` before every two heads of a block.
+template <class Between>
+inline void add_digits(const uint8_t* quads, int64_t width, int count, const int8_t* upper, const int8_t* lower,
+                       int64_t digits, const float* factor, int heads, float* out, int64_t out_stride,
+                       Between between) {
+  const int64_t block = quad_block(count);
+  for (int64_t d = 0; d < width; d += 64, quads += block)
+    for (int h = 0; h < heads; h += 2) {
+      between();
+      auto add = heads - h > 1 ? add_digit_heads<2> : add_digit_heads<1>;
+      add(quads, count, upper + h * digits, lower + h * digits, digits, factor + h, out + h * out_stride + d,
+          out_stride);
+    }
 }
 
 // out[d] += quads[d], reordered from the order of `transpose_quads`.

@@ -8,7 +8,7 @@
 namespace diffkv {
 namespace {
 
-constexpr int STAGED_CODES = 128, STAGED_ROWS = 16;
+constexpr int STAGED_CODES = 128, STAGED_BYTES = 16384, STAGED_ROWS = 16;
 // 64, so that rows of codes also fill vectors of bytes
 constexpr int ROW_PADDING = 64;
 
@@ -23,10 +23,6 @@ struct Cursor {
   int slot;
 
   bool done() const { return piece == end; }
-  // Prefetches the piece after the next one.
-  DIFFKV_INLINE void fetch_ahead(bool values) const {
-    if (slot == 0 && end - piece > 2) prefetch(piece[2], values);
-  }
   int left() const { return piece->count - slot; }
   void advance(int count) {
     slot += count;
@@ -34,16 +30,21 @@ struct Cursor {
   }
 };
 
-// Unpacks up to `room` tokens into codes of one byte, in rows of padded(dim) bytes. Returns the number of tokens.
-inline int stage_codes(Cursor& cursor, bool values, uint8_t* codes, int room) {
+// Unpacks up to `room` tokens into codes of one byte, in rows of padded(dim) bytes. Given `rows`, it points to every
+// token's codes, and one-byte codes in rows of whole vectors stay where they are. Returns the number of tokens.
+inline int stage_codes(Cursor& cursor, bool values, uint8_t* codes, int room, const uint8_t** rows = nullptr) {
   int count = 0;
   while (count < room && !cursor.done()) {
     const Piece& piece = *cursor.piece;
-    cursor.fetch_ahead(values);
     const Side& side = piece.side(values);
     const int more = smaller(cursor.left(), room - count);
     const int64_t stride = padded(side.dim);
-    unpack(piece.rows(values) + int64_t(cursor.slot) * side.row, side, more, codes + count * stride, stride);
+    const uint8_t* at = piece.rows(values) + int64_t(cursor.slot) * side.row;
+    if (!rows || side.row != stride) {
+      unpack(at, side, more, codes + count * stride, stride);
+      at = codes + count * stride;
+    }
+    for (int t = 0; rows && t < more; t++) rows[count + t] = at + t * stride;
     count += more;
     cursor.advance(more);
   }
@@ -73,7 +74,7 @@ inline Form form_of(const Side& side) {
 #if defined(__AVX512VNNI__)
 // Digits of every head's query, group by group, zero outside the group; buffers of one thread.
 struct GroupDigits {
-  int8_t *upper, *lower;  // [groups, heads, width of the group's vectors]
+  int8_t *upper, *lower;  // [groups, heads rounded up to 4, width of the group's vectors]
   float *factor, *sum;    // [groups, heads]
   float *scale, *zero;    // [STAGED_CODES, groups], factors of staged tokens
   float *product;         // [heads, PRODUCTS]
@@ -97,19 +98,15 @@ inline Span span_of(const Side& side, int group) {
 }
 
 inline void make_digits(const Side& side, const float* query, int heads, const GroupDigits& digits) {
-  const int64_t stride = padded(side.dim);
+  const int64_t stride = padded(side.dim), together = round_up(heads, 4);
   for (int g = 0; g < side.groups; g++) {
     const Span span = span_of(side, g);
     for (int h = 0; h < heads; h++) {
       const int64_t index = g * heads + h;
       float part[MAX_DIM] = {};
       for (int d = span.from; d < span.to; d++) part[d - span.first] = query[h * stride + d];
-      int8_t *upper = digits.upper + g * heads * stride + h * span.width;
-      int8_t *lower = digits.lower + g * heads * stride + h * span.width;
-      digits.factor[index] = query_digits(part, span.width, upper, lower);
-      int64_t sum = 0;
-      for (int d = 0; d < span.width; d++) sum += 128 * upper[d] + lower[d];
-      digits.sum[index] = float(sum) * digits.factor[index];
+      digits.factor[index] = query_digits(part, span.width, h, heads, digits.upper + g * together * stride,
+                                          digits.lower + g * together * stride, digits.sum[index]);
     }
   }
 }
@@ -133,19 +130,23 @@ inline void stage_factors(Cursor cursor, int count, float* scale, float* zero) {
 // WIDTH - 1 numbers after each head's last.
 inline void group_products(const Piece* begin, const Piece* end, const float* query, int heads, uint8_t* codes,
                            const GroupDigits& digits, float* out, int64_t stride) {
+  Ahead ahead = {begin, end, false, 0};
+  const uint8_t *rows[STAGED_CODES], *part[STAGED_CODES];
   const Side& side = begin->tier->key;
   const int64_t padding = padded(side.dim);
   make_digits(side, query, heads, digits);
   Cursor cursor = {begin, end, 0};
   while (!cursor.done()) {
     const Cursor start = cursor;
-    const int count = stage_codes(cursor, false, codes, STAGED_CODES);
+    const int count = stage_codes(cursor, false, codes, STAGED_CODES, rows);
     stage_factors(start, count, digits.scale, digits.zero);
+    ahead.skip(cursor.piece);
     for (int g = 0; g < side.groups; g++) {
       const Span span = span_of(side, g);
-      const int64_t at = g * heads * padding;
-      dot_digits(codes + span.first, padding, span.width, count, digits.upper + at, digits.lower + at,
-                 digits.factor + g * heads, heads, digits.product, PRODUCTS);
+      const int64_t at = g * round_up(heads, 4) * padding;
+      for (int t = 0; t < count; t++) part[t] = rows[t] + span.first;
+      dot_digits(part, span.width, count, digits.upper + at, digits.lower + at, digits.factor + g * heads, heads,
+                 digits.product, PRODUCTS, [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });
       float scale[PRODUCTS], zero[PRODUCTS];
       for (int t = 0; t < count; t++) {
         scale[t] = digits.scale[t * side.groups + g];
