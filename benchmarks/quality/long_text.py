@@ -128,7 +128,7 @@ def run(about: str, measure: Callable[..., Iterator[dict]], default_lengths: str
     parser.add_argument("--text", choices=TEXTS, default="code")
     parser.add_argument("--lengths", default=default_lengths)
     parser.add_argument("--methods", default=default_methods)
-    parser.add_argument("--further", type=int, default=1024, help="tokens behind each length (default: %(default)s)")
+    parser.add_argument("--further", type=int, default=1024, help="tokens after each length (default: %(default)s)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
