@@ -209,7 +209,8 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
           ahead.skip(cursor.piece);
           transpose_quads(work.code_rows, padding, count, work.transposed);
           add_digits(work.transposed, padding, count, work.weight_upper, work.weight_lower, STAGED_CODES,
-                     work.weight_factor, heads, work.quads, padding, [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });
+                     work.weight_factor, heads, work.quads, padding,
+                     [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });
           break;
         }
 #endif

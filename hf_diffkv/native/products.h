@@ -78,7 +78,8 @@ inline void add_heads(const Element* rows, int64_t stride, int count, const floa
   int d = 0;
   for (; d + VECTORS * WIDTH <= width; d += VECTORS * WIDTH)
     add_block<HEADS, VECTORS>(rows + d, stride, count, weight, weight_stride, out + d, out_stride);
-  for (; d < width; d += WIDTH) add_block<HEADS, 1>(rows + d, stride, count, weight, weight_stride, out + d, out_stride);
+  for (; d < width; d += WIDTH)
+    add_block<HEADS, 1>(rows + d, stride, count, weight, weight_stride, out + d, out_stride);
 }
 
 // out[h] += sum of weight[h, t] * row[t] over `width` elements, a multiple of WIDTH.
@@ -95,7 +96,7 @@ inline void add_rows(const Element* rows, int64_t stride, int count, const float
 constexpr bool HAS_DIGITS = true;
 constexpr float LARGEST_QUERY = 16256.f, LARGEST_WEIGHT = 16383.f;
 
-// Heads multiplied together with the first or next of `heads` heads: four, of which the last may be missing, two or one.
+// How many of the next `heads` heads are multiplied together: four, of which the last may be missing, two or one.
 inline int64_t heads_together(int64_t heads) { return heads > 2 ? 4 : heads; }
 
 // q = factor * (128 * upper + lower), both within [-127, 127]. The digits of heads that are multiplied together
@@ -214,7 +215,8 @@ inline float weight_digits(const float* weight, int count, int8_t* upper, int8_t
 // Bytes of the blocks of 64 channels below; blocks a multiple of 4096 bytes apart would share few lines of L1.
 inline int64_t quad_block(int64_t count) { return 64 * (round_up(count, 4) + 4); }
 
-// Transposes rows of `width` codes into blocks of `quads` [width / 64, tokens, 64]: every four rows' 64 codes become 16 x 4 dwords, each with the codes of the four rows at one place. Dword (lane, j) of vector i is place
+// Transposes rows of `width` codes into blocks of `quads` [width / 64, tokens, 64]: every four rows' 64 codes become
+// 16 x 4 dwords, each with the codes of the four rows at one place. Dword (lane, j) of vector i is place
 // 16 * lane + 4 * i + j.
 DIFFKV_ALONE void transpose_quads(const uint8_t* const* rows, int64_t width, int count, uint8_t* quads) {
   const int64_t block = quad_block(count);
@@ -267,8 +269,8 @@ DIFFKV_ALONE void add_digit_heads(const uint8_t* quads, int count, const int8_t*
   }
 }
 
-// out[h] += sum of weight[h, t] * codes[t], in the order of `transpose_quads`. Digits of heads are `digits` apart. Calls
-// `between` before every two heads of a block.
+// out[h] += sum of weight[h, t] * codes[t], in the order of `transpose_quads`. Digits of heads are `digits` apart.
+// Calls `between` before every two heads of a block.
 template <class Between>
 inline void add_digits(const uint8_t* quads, int64_t width, int count, const int8_t* upper, const int8_t* lower,
                        int64_t digits, const float* factor, int heads, float* out, int64_t out_stride,
