@@ -50,8 +50,7 @@ struct Work {
   float* latent_product;  // products of `latent` with the values
   uint8_t* codes;
 #if defined(__AVX512VNNI__)
-  const uint8_t** code_rows;  // [STAGED_CODES]
-  uint8_t* transposed;        // by `transpose_quads`
+  uint8_t* transposed;  // by `transpose_quads`
   GroupDigits groups;
 #endif
 
@@ -79,7 +78,6 @@ struct Work {
     take(latent_product, step.absorbed ? group * stride : 0);
     take(codes, STAGED_CODES * widest + 64);
 #if defined(__AVX512VNNI__)
-    take(code_rows, STAGED_CODES);
     take(transposed, quad_block(STAGED_CODES) * value / 64);
     const int64_t count = most_groups(step.format);
     if (count > 1) {
@@ -112,7 +110,8 @@ inline void load_part(const Step& step, const Element* from, int dim, float scal
   }
   to.sum[h] = sum(total);
 #if defined(__AVX512VNNI__)
-  if (use_digits(step)) to.factor[h] = query_digits(elements, stride, h, step.group, to.upper, to.lower, to.sum[h]);
+  if (use_digits(step))
+    to.factor[h] = query_digits(elements, stride, int(h), int(step.group), to.upper, to.lower, to.sum[h]);
 #endif
 }
 
@@ -146,16 +145,15 @@ inline void products(const Step& step, Work& work, const Piece* begin, const Pie
   Ahead ahead = {begin, end, values, 0};
   while (!cursor.done()) {
     int count;
-    ahead.skip(cursor.piece);
     switch (form_of(side)) {
       case CODES:
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
+          const uint8_t* rows[STAGED_CODES];
           // the codes stay in L1 while all heads read them
           const int64_t room = smaller<int64_t>(STAGED_CODES, STAGED_BYTES / padding);
-          count = stage_codes(cursor, values, work.codes, int(room), work.code_rows);
-          ahead.skip(cursor.piece);
-          dot_digits(work.code_rows, padding, count, query.upper, query.lower, query.factor, heads, out, stride,
+          count = stage_codes(cursor, values, work.codes, int(room), rows);
+          dot_digits(rows, padding, count, query.upper, query.lower, query.factor, heads, out, stride,
                      [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });
           break;
         }
@@ -193,12 +191,12 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
   Ahead ahead = {step.absorbed ? end : begin, end, true, 0};
   while (!cursor.done()) {
     int count;
-    ahead.skip(cursor.piece);
     switch (form_of(side)) {
       case CODES:
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
-          count = stage_codes(cursor, true, work.codes, STAGED_CODES, work.code_rows);
+          const uint8_t* rows[STAGED_CODES];
+          count = stage_codes(cursor, true, work.codes, STAGED_CODES, rows);
           for (int h = 0; h < heads; h++) {
             int8_t *upper = work.weight_upper + h * STAGED_CODES, *lower = work.weight_lower + h * STAGED_CODES;
             float lost;
@@ -206,8 +204,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
             // only the codes' distance from their middle is lost, because the zero points have their full weights
             work.constant[h] += lost * 0.5f * levels_of(side.bits);
           }
-          ahead.skip(cursor.piece);
-          transpose_quads(work.code_rows, padding, count, work.transposed);
+          transpose_quads(rows, padding, count, work.transposed);
           add_digits(work.transposed, padding, count, work.weight_upper, work.weight_lower, STAGED_CODES,
                      work.weight_factor, heads, work.quads, padding,
                      [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });

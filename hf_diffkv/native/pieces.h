@@ -121,11 +121,8 @@ struct Ahead {
   bool values;
   int offset;
 
-  // Leaves out pieces up to `reading`.
-  void skip(const Piece* reading) {
-    if (piece <= reading) piece = reading + 1, offset = 0;
-  }
   DIFFKV_INLINE void fetch(const Piece* reading, int lines = INT32_MAX) {
+    if (piece <= reading) piece = reading + 1, offset = 0;
     for (; lines > 0 && piece < end && piece <= reading + 2; lines--) {
       if (offset < piece->side(values).row * piece->count) {
         __builtin_prefetch(piece->rows(values) + offset, 0, 2);

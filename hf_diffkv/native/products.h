@@ -97,14 +97,14 @@ constexpr bool HAS_DIGITS = true;
 constexpr float LARGEST_QUERY = 16256.f, LARGEST_WEIGHT = 16383.f;
 
 // How many of the next `heads` heads are multiplied together: four, of which the last may be missing, two or one.
-inline int64_t heads_together(int64_t heads) { return heads > 2 ? 4 : heads; }
+constexpr int heads_together(int heads) { return heads > 2 ? 4 : heads; }
 
 // q = factor * (128 * upper + lower), both within [-127, 127]. The digits of heads that are multiplied together
 // alternate: 64 / `heads_together` channels of each. `upper` and `lower` are those of head 0. Returns the factor;
 // `rounded` is the sum of the query as digits.
-inline float query_digits(const float* query, int64_t width, int64_t head, int64_t heads, int8_t* upper, int8_t* lower,
+inline float query_digits(const float* query, int64_t width, int head, int heads, int8_t* upper, int8_t* lower,
                           float& rounded) {
-  const int64_t first = head / 4 * 4, together = heads_together(heads - first), channels = 64 / together;
+  const int first = head / 4 * 4, channels = 64 / heads_together(heads - first);
   const int64_t place = first * width + (head - first) * channels;
   Floats top = {};
   for (int64_t d = 0; d < width; d += 16) top = maximum(top, _mm512_abs_ps(load(query + d)));
@@ -139,11 +139,11 @@ inline __m512i codes_of_heads(const uint8_t* codes) {
 // Multiplies the first `there` of HEADS heads by all tokens, 8 at a time; calls `between` before each time.
 template <int HEADS, class Between>
 DIFFKV_ALONE void dot_digit_heads(const uint8_t* const* rows, int64_t width, int count, const int8_t* upper,
-                                  const int8_t* lower, const float* factor, int64_t there, float* out,
+                                  const int8_t* lower, const float* factor, int there, float* out,
                                   int64_t out_stride, Between between) {
   constexpr int TOKENS = 16 / HEADS;
   float factors[16];
-  for (int i = 0; i < 16; i++) factors[i] = factor[smaller<int64_t>(i / TOKENS, there - 1)];
+  for (int i = 0; i < 16; i++) factors[i] = factor[smaller(i / TOKENS, there - 1)];
   for (int first = 0; first < count; first += 16) {
     Ints total[16];
     for (int from = 0; from < 16; from += 8) {
@@ -166,7 +166,7 @@ DIFFKV_ALONE void dot_digit_heads(const uint8_t* const* rows, int64_t width, int
     for (int t = 0; t < 16; t += TOKENS) {
       float products[16];
       store(products, _mm512_cvtepi32_ps((__m512i)lane_sums<HEADS>(total + t)) * load(factors));
-      for (int64_t h = 0; h < there; h++)
+      for (int h = 0; h < there; h++)
         memcpy(out + h * out_stride + first + t, products + h * TOKENS, TOKENS * sizeof(float));
     }
   }
@@ -176,18 +176,11 @@ DIFFKV_ALONE void dot_digit_heads(const uint8_t* const* rows, int64_t width, int
 // of each head. Calls `between` after every few tokens.
 template <class Between>
 inline void dot_digits(const uint8_t* const* rows, int64_t width, int count, const int8_t* upper, const int8_t* lower,
-                       const float* factor, int64_t heads, float* out, int64_t out_stride, Between between) {
-  for (int64_t h = 0; h < heads; h += 4) {
-    auto dot = [&](auto together) {
-      dot_digit_heads<together.value>(rows, width, count, upper + h * width, lower + h * width, factor + h,
-                                      smaller<int64_t>(4, heads - h), out + h * out_stride, out_stride, between);
-    };
-    switch (heads_together(heads - h)) {
-      case 1: dot(Constant<1>()); break;
-      case 2: dot(Constant<2>()); break;
-      default: dot(Constant<4>());
-    }
-  }
+                       const float* factor, int heads, float* out, int64_t out_stride, Between between) {
+  each_four(heads, [&](auto some, int h) {
+    dot_digit_heads<heads_together(some.value)>(rows, width, count, upper + h * width, lower + h * width, factor + h,
+                                                some.value, out + h * out_stride, out_stride, between);
+  });
 }
 
 // w = factor * (128 * upper + lower) for `count` weights, padded with zeros to a multiple of 16. Returns the factor;

@@ -140,7 +140,6 @@ inline void group_products(const Piece* begin, const Piece* end, const float* qu
     const Cursor start = cursor;
     const int count = stage_codes(cursor, false, codes, STAGED_CODES, rows);
     stage_factors(start, count, digits.scale, digits.zero);
-    ahead.skip(cursor.piece);
     for (int g = 0; g < side.groups; g++) {
       const Span span = span_of(side, g);
       const int64_t at = g * round_up(heads, 4) * padding;
