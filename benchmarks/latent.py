@@ -5,6 +5,11 @@ step; an absorbed step in plain PyTorch on exact latents; and DiffKVCache. Figur
 quartiles. The outputs are compared first.
 
     python benchmarks/latent.py [--dtype float32] [--contexts 512 2048 4096] [--precision K8V8] [--turns 9]
+
+With `--growth`, only the two absorbed variants: how much longer a step takes per 1,000 further tokens, from steps at
+two contexts that take turns.
+
+    python benchmarks/latent.py --dtype bfloat16 --growth --contexts 4096 12288 --turns 200
 """
 
 from __future__ import annotations
@@ -125,6 +130,35 @@ def measure(layer: Layer, context: int, args: argparse.Namespace) -> dict[str, A
     return row
 
 
+@torch.no_grad()
+def growth(layer: Layer, contexts: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Times steps of both absorbed variants at two contexts, and what each takes more per 1,000 further tokens."""
+    caches: dict[str, list[Any]] = {PLAIN: [], OURS: []}
+    for context in contexts:
+        prompt = layer.inputs(0, context)
+        for name, held in caches.items():
+            held.append(layer.cache(name, args.precision))
+            layer.run(name, held[-1], prompt)
+    steps: dict[str, list[list[float]]] = {name: [] for name in caches}
+    for turn in range(args.turns + WARM_UP):
+        given = layer.inputs(contexts[1] + turn, 1)
+        seconds = {name: [0.0, 0.0] for name in caches}
+        # both contexts come first equally often, because a step finds in the processor's caches what the last one left
+        for place in (0, 1) if turn % 2 else (1, 0):
+            for name, held in caches.items():
+                started = time.thread_time()
+                layer.run(name, held[place], given)
+                seconds[name][place] = time.thread_time() - started
+        for name in caches if turn >= WARM_UP else ():
+            steps[name].append(seconds[name])
+    thousands, row = (contexts[1] - contexts[0]) / 1000, {}
+    for name, pairs in steps.items():
+        more = spread([(longer - shorter) / thousands for shorter, longer in pairs])
+        row[name] = {"step_ms": [spread(list(each)) for each in zip(*pairs)], "ms_per_1000_tokens": more}
+    row[OURS]["ratio"] = round(row[OURS]["ms_per_1000_tokens"][1] / row[PLAIN]["ms_per_1000_tokens"][1], 3)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -132,19 +166,23 @@ def main() -> None:
     parser.add_argument("--precision", default="K8V8")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--prompts", type=int, default=3, help="timed prompts of each cache, two or more")
+    parser.add_argument("--growth", action="store_true", help="compare steps at the two contexts given")
     args = parser.parse_args()
+    if args.growth and len(args.contexts) != 2:
+        parser.error("--growth needs two --contexts, such as 4096 12288")
     torch.set_num_threads(1)
     hf_diffkv.register()
     AttentionInterface.register("absorbed", absorbed)
     layer = Layer(getattr(torch, args.dtype))
     about = {"dtype": args.dtype, "precision": args.precision, "turns": args.turns, "torch": torch.__version__}
     about |= {"machine": platform.processor() or platform.machine(), "instructions": instructions()}
-    for context in args.contexts:
-        row = {**about, "context": context, "caches": measure(layer, context, args)}
+    for context in [sorted(args.contexts)] if args.growth else args.contexts:
+        found = growth(layer, context, args) if args.growth else measure(layer, context, args)
+        row = {**about, "context": context, "caches": found}
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         for name, found in row["caches"].items():
-            print(f"{args.dtype} {context:6d} {name:24s} {found}", flush=True)
+            print(f"{args.dtype} {context!s:>6} {name:24s} {found}", flush=True)
 
 
 if __name__ == "__main__":

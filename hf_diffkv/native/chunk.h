@@ -258,31 +258,23 @@ inline void each_run(const Piece* begin, const Piece* end, Call call) {
   }
 }
 
-// Turns the products of one head's absorbed query with keys and with values into logits.
-inline void add_latents(const Work& work, int64_t head, int64_t stride, int64_t tokens, float* logits) {
-  const Floats query_sum = splat(work.query.sum[head]), latent_sum = splat(work.latent.sum[head]);
-  const float* product = work.latent_product + head * stride;
-  for (int64_t t = 0; t < tokens; t += WIDTH) {
-    const Floats key = fma(load(logits + t), load(work.key_scale + t), load(work.key_zero + t) * query_sum);
-    const Floats value = fma(load(product + t), load(work.value_scale + t), load(work.value_zero + t) * latent_sum);
-    store(logits + t, key + value);
-  }
-}
-
-// Turns products of one head into weights relative to the largest logit, `peak`; `total` is the weights' sum.
-inline void soften(const Step& step, const Work& work, float query_sum, int64_t tokens, float* logits, float& peak,
-                   float& total) {
-  const Floats sum_of_query = splat(query_sum), cap = splat(step.softcap * LOG2_E);
+// Turns products of one head into weights relative to the largest logit, `peak`; `total` is the weights' sum. Also
+// multiplies the weights by the values' scales, into work.weight, and sums what they give to the values' zero points.
+inline void soften(const Step& step, Work& work, int64_t head, int64_t stride, int64_t tokens, float* logits,
+                   float& peak, float& total) {
+  const Floats query_sum = splat(work.query.sum[head]), cap = splat(step.softcap * LOG2_E);
+  const Floats latent_sum = splat(step.absorbed ? work.latent.sum[head] : 0);
   const Floats steepness = splat(step.softcap > 0 ? 2 / step.softcap : 0);
-  const bool scaled = step.absorbed;
-  Floats top = splat(-INFINITY);
+  const float* latent_product = work.latent_product + head * stride;
   auto raw = [&](int64_t t) {
-    Floats x = load(logits + t);
-    if (!scaled) x = fma(x, load(work.key_scale + t), load(work.key_zero + t) * sum_of_query);
+    Floats x = fma(load(logits + t), load(work.key_scale + t), load(work.key_zero + t) * query_sum);
+    if (step.absorbed)
+      x += fma(load(latent_product + t), load(work.value_scale + t), load(work.value_zero + t) * latent_sum);
     // tanh(y) = 1 - 2 / (exp(2 y) + 1)
     if (step.softcap > 0) x = cap - 2 * cap / (exp2(x * steepness) + 1);
     return x;
   };
+  Floats top = splat(-INFINITY);
   int64_t t = 0;
   for (; t + WIDTH <= tokens; t += WIDTH) {
     const Floats x = raw(t);
@@ -297,15 +289,20 @@ inline void soften(const Step& step, const Work& work, float query_sum, int64_t 
   }
   peak = largest(top);
   const Floats shift = splat(peak);
-  Floats sums = {};
+  float* scaled = work.weight + head * stride;
+  Floats sums = {}, zeros = {};
   for (t = 0; t < tokens; t += WIDTH) {
     const Floats x = load(logits + t), weight = exp2(x - shift);
     // NaN stays NaN
     const Floats kept = x == splat(-INFINITY) ? Floats{} : weight;
     sums += kept;
+    zeros = fma(kept, load(work.value_zero + t), zeros);
     store(logits + t, kept);
+    // without scores, these are the same numbers in memory
+    store(scaled + t, kept * load(work.value_scale + t));
   }
   total = sum(sums);
+  work.constant[head] = sum(zeros);
 }
 
 inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& tokens, const Chunk& chunk,
@@ -327,18 +324,8 @@ inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& 
   read_factors(begin, end, true, work.value_scale, work.value_zero);
   memset(chunk.output, 0, group * value * sizeof(float));
   memset(work.quads, 0, group * value * sizeof(float));
-  for (int64_t h = 0; h < group; h++) {
-    float* weights = chunk.weights + h * stride;
-    if (step.absorbed) add_latents(work, h, stride, chunk.tokens, weights);
-    soften(step, work, work.query.sum[h], chunk.tokens, weights, chunk.peak[h], chunk.total[h]);
-    Floats zeros = {};
-    for (int64_t t = 0; t < chunk.tokens; t += WIDTH) {
-      const Floats weight = load(weights + t);
-      zeros = fma(weight, load(work.value_zero + t), zeros);
-      store(work.weight + h * stride + t, weight * load(work.value_scale + t));
-    }
-    work.constant[h] = sum(zeros);
-  }
+  for (int64_t h = 0; h < group; h++)
+    soften(step, work, h, stride, chunk.tokens, chunk.weights + h * stride, chunk.peak[h], chunk.total[h]);
   each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
     value_sums(step, work, first, last, work.weight + offset, stride, chunk.output);
   });

@@ -121,21 +121,22 @@ struct Ahead {
   bool values;
   int offset;
 
-  DIFFKV_INLINE void fetch(const Piece* reading, int lines = INT32_MAX) {
+  DIFFKV_INLINE void fetch(const Piece* reading, int lines = 1 << 16) {
     if (piece <= reading) piece = reading + 1, offset = 0;
-    for (; lines > 0 && piece < end && piece <= reading + 2; lines--) {
-      if (offset < piece->side(values).row * piece->count) {
-        __builtin_prefetch(piece->rows(values) + offset, 0, 2);
-        offset += 64;
-        continue;
-      }
+    while (lines > 0 && piece < end && piece <= reading + 2) {
+      const uint8_t* rows = piece->rows(values);
+      const int bytes = piece->side(values).row * piece->count, last = smaller(bytes, offset + 64 * lines);
+      int at = offset;
+      for (; at < last; at += 64, lines--) __builtin_prefetch(rows + at, 0, 2);
+      offset = at;
+      if (at < bytes) return;
       const Tier& tier = *piece->tier;
       if (piece->page && values) __builtin_prefetch(piece->page + tier.score_offset, 0, 2);
       if (piece->page && !values) {
         __builtin_prefetch(piece->page + tier.key.metadata_offset, 0, 2);
         __builtin_prefetch(piece->page + tier.value.metadata_offset, 0, 2);
       }
-      piece++, offset = 0;
+      piece++, offset = 0, lines--;
     }
   }
 };
