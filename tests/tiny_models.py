@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -81,7 +82,9 @@ def tiny_model(
     arguments = {key: value for key, value in arguments.items() if value is not None or key in MAY_BE_NONE}
     config = CONFIG_MAPPING[name](**arguments)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    # Mistral 4's class for generation is not among the automatic ones
+    create = transformers.Mistral4ForCausalLM._from_config if name == "mistral4" else AutoModelForCausalLM.from_config
+    model = create(config, attn_implementation=attention, dtype=dtype).eval()
     if dtype == torch.float64 and name == "gpt_oss":
         model.set_experts_implementation("eager")  # the grouped matmul has no float64
     generator = torch.Generator().manual_seed(seed)

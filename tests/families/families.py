@@ -192,6 +192,7 @@ _LATENT: dict[str, dict[str, Any]] = {
     "axk1": {**LATENT, "n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16},
     # older releases count its layers, two attentions each, under a name of their own
     "longcat_flash": {**LATENT, "num_layers": 1, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "head_dim": 8},
+    "mistral4": {**LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "head_dim": 16},
 }
 _LATENT_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {

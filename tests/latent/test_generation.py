@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from latent_models import LENGTHS, LOSSY, assert_same, dense, latent_model, lossless, text
+from latent_models import LENGTHS, LOSSY, dense, latent_model, lossless, text
 from runs import started, tokens
-from tiny_models import LATENT, greedy, ragged_prompts
+from tiny_models import greedy, ragged_prompts
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
@@ -157,21 +157,6 @@ def test_the_models_own_attention_is_reported(model: PreTrainedModel) -> None:
     """Without "diffkv" the latents are expanded, and the cache says that nobody picked them up."""
     with pytest.raises(HandOverError, match="set_attn_implementation"):
         model(torch.tensor([[5, 6, 7]]), **passing(DiffKVCache(model.config)))
-
-
-def test_mistral_4() -> None:
-    """It has no class for generation among the automatic ones, and scales queries by position."""
-    if "mistral4" not in CONFIG_MAPPING:
-        pytest.skip("this release of Transformers does not have it")
-    from transformers import Mistral4Config, Mistral4ForCausalLM
-
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    options = {**sizes, **{name: value for name, value in LATENT.items() if value is not None}}
-    options |= {"num_attention_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "head_dim": 16}
-    torch.manual_seed(0)
-    config = Mistral4Config(**options, pad_token_id=0, bos_token_id=1, eos_token_id=None)
-    model = Mistral4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    assert_same(text(model, lossless(model), 4), text(model, dense(model), 4))
 
 
 @pytest.mark.slow
