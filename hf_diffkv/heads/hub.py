@@ -101,29 +101,28 @@ def configuration(repo: str) -> Path | None:
     """
     known = cached(repo, "config.json")
     # not remembered, as the model may still be downloaded
-    return None if known is None else _configuration(repo, Path(known).parent.name)
+    return None if known is None else file_of(repo, Path(known).parent.name, CONFIG_NAME)
 
 
 @cache
-def _configuration(repo: str, commit: str) -> Path | None:
-    """Returns the configuration file of a commit, downloaded if not cached, or None."""
-    from huggingface_hub import try_to_load_from_cache
+def file_of(repo: str, commit: str, file: str) -> Path | None:
+    """Returns a file of a commit, downloaded if not cached, or None if there is none or the Hub does not answer."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
+    # a string, a marker that the file does not exist, or None if the Hub was never asked
+    here = try_to_load_from_cache(repo, file, revision=commit)
+    if here is not None:
+        return Path(here) if isinstance(here, str) else None
     try:
-        here = try_to_load_from_cache(repo, CONFIG_NAME, revision=commit)
-        # a string, a marker that the file does not exist, or None if the Hub was never asked
-        return Path(here) if isinstance(here, str) else None if here else find(repo, revision=commit)
-    except OSError:
+        # a download would try for half a minute to reach the Hub
+        get_hf_file_metadata(hf_hub_url(repo, file, revision=commit))
+    except errors.HfHubHTTPError:
+        # downloading makes the cache remember that the file does not exist
+        pass
+    except (errors.HTTPError, OSError):
         return None
-
-
-@cache
-def queries(repo: str, commit: str) -> Path | None:
-    """Returns the file with a model's query moments in a commit, downloaded if not cached, or None."""
-    from huggingface_hub import errors, hf_hub_download
-
     try:
-        return Path(hf_hub_download(repo, QUERIES_NAME, revision=commit))
+        return Path(hf_hub_download(repo, file, revision=commit))
     except (errors.EntryNotFoundError, errors.HTTPError, OSError):
         return None
 

@@ -104,7 +104,7 @@ def queries_of(model: Any) -> Path | None:
         if near.is_file():
             return near
         name = os.fspath(_name_of(model))
-        fetched = None if Path(name).is_dir() else hub.queries(name, config.parent.name)
+        fetched = None if Path(name).is_dir() else hub.file_of(name, config.parent.name, hub.QUERIES_NAME)
         if fetched is not None:
             return fetched
     identity = identity_of(model)

@@ -163,6 +163,18 @@ def test_a_model_that_was_asked_for_before_its_download(hub: Hub, tmp_path: Path
     assert client(hub, tmp_path, ask + download + ask) == f"{DiffKVConfig().window}\n7"
 
 
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_asked_once(hub: Hub, tmp_path: Path) -> None:
+    """The Hub's library waits between its attempts, half a minute altogether."""
+    hub.repositories["org/name"] = {"config.json": b"{}"}
+    assert (
+        client(hub, tmp_path, "from huggingface_hub import hf_hub_download as get; get('org/name', 'config.json')")
+        == ""
+    )
+    ask = "import time; time.sleep = None; print(DiffKVConfig.for_model('org/name').window)"
+    assert client(hub, tmp_path, ask, HF_ENDPOINT="http://127.0.0.1:9") == f"{DiffKVConfig().window}"
+
+
 def test_a_cache_of_the_hub_that_cannot_be_written(hub: Hub, tmp_path: Path) -> None:
     hub.repositories["org/name"] = {CONFIG_NAME: DiffKVConfig().to_json().encode()}
     (tmp_path / "file").touch()
@@ -216,8 +228,8 @@ def test_downloads_that_break_off(hub: Hub, tmp_path: Path) -> None:
     hub.repositories["org/name"] = files
     hub.cut_off = {("org/name", name) for name in files}
     # the Hub's library waits between its attempts
-    at_once = "import time; time.sleep = lambda seconds: None; from hf_diffkv.heads.hub import configuration, queries; "
-    read = f"{at_once}print(queries('org/name', 'main')); DiffKVConfig.from_pretrained('org/name')"
+    at_once = "import time; time.sleep = lambda seconds: None; from hf_diffkv.heads.hub import configuration, file_of; "
+    read = f"{at_once}print(file_of('org/name', 'main', {QUERIES_NAME!r})); DiffKVConfig.from_pretrained('org/name')"
     found = client(hub, tmp_path, read)
     assert found.startswith(f"None\nOSError cannot download {CONFIG_NAME} of org/name (")
     hub.repositories["org/name"]["config.json"] = b"{}"
