@@ -117,8 +117,8 @@ def document() -> str:
         "DeepSeek's distilled models are Llama and Qwen2 models and work like these.\n",
         f"## All layers compressed\n\n{_names(full)}.\n",
         _since(full),
-        "If the configuration of a Mistral or Phi-3 checkpoint sets `sliding_window`, all of its layers have sliding "
-        "windows. Such a model runs uncompressed, with a warning.\n",
+        "If a Mistral or Phi-3 checkpoint sets `sliding_window`, all its layers have sliding windows, and it runs "
+        "uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
         + _table("kept as they are", partly, _kept),
         "In Gemma 3n and Gemma 4, later layers read the keys and values of an earlier one. That layer is compressed "
@@ -133,8 +133,8 @@ def document() -> str:
         "measured. Families whose indexer chooses tokens are refused: `axk2`, `deepseek_v32`, `dots3_note_text`, "
         "`glm_moe_dsa`, `hy_v4`. They cache latents too, and follow once steps can read chosen tokens.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
-        "side keeps its own attention. `tests/families/test_vision.py` checks them with an image in every prompt.\n\n"
-        + _vision_table(),
+        "side keeps its own attention. `tests/families/test_vision.py` checks them with images. `kimi_k25` caches "
+        "latents.\n\n" + _vision_table(),
         "## Nothing to compress\n\nThese families generate as they do with `DynamicCache`, with a warning.\n\n"
         + _table("layers", nothing, _kept),
         "## Refused\n\n" + _table("why", refused, lambda family: REASONS[family.refused]),

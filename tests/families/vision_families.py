@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from families import WINDOWED
-from tiny_models import COMMON
+from tiny_models import COMMON, LATENT
 from torch import Tensor
 
 IMAGE_TOKEN = 100
@@ -22,9 +22,11 @@ class VisionFamily:
     Attributes:
         options: arguments of its configuration.
         image_tokens: tokens an image takes in the prompt.
-        layout: layout of its pixels: "image", "images" (a list per request), "sized" or "patches".
+        layout: layout of its pixels: "image", "images" (a list per request), "sized", "patches" (of two frames), or
+            "grid" (patches of one frame).
         compressed: compressed layers of the text side, which has two.
         token_types: name of the argument that marks image tokens, if any.
+        latents: whether the text side caches latents.
     """
 
     options: dict[str, Any]
@@ -32,6 +34,7 @@ class VisionFamily:
     layout: str = "image"
     compressed: tuple[int, ...] = (0, 1)
     token_types: str | None = None
+    latents: bool = False
 
 
 VISION: dict[str, Any] = {
@@ -122,6 +125,21 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         },
         PATCHES // 4,
     ),
+    "kimi_k25": VisionFamily(
+        {
+            "text_config": {name: x for name, x in _text("deepseek_v3", **LATENT).items() if name != "head_dim"},
+            "vision_config": {
+                **{name: VISION[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+                **{"num_attention_heads": 2, "patch_size": PATCH, "pos_emb_height": 4, "pos_emb_width": 4},
+            },
+            "projection_hidden_size": 32,
+            "image_token_id": IMAGE_TOKEN,
+            "video_token_id": 101,
+        },
+        PATCHES // 4,
+        "grid",
+        latents=True,
+    ),
     "llava": VisionFamily(
         {
             "text_config": _text("llama"),
@@ -162,8 +180,9 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 def images(family: VisionFamily, count: int, seed: int = 0) -> dict[str, Tensor]:
     """One random image per request, as the family wants them."""
     generator = torch.Generator().manual_seed(seed)
-    if family.layout == "patches":
-        pixels = torch.randn(count * PATCHES, 3 * 2 * PATCH**2, generator=generator)
+    if family.layout in ("patches", "grid"):
+        shape = (3 * 2 * PATCH**2,) if family.layout == "patches" else (3, PATCH, PATCH)
+        pixels = torch.randn(count * PATCHES, *shape, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, SIDE // PATCH, SIDE // PATCH]] * count)}
     pixels = torch.randn(count, 3, SIDE, SIDE, generator=generator)
     if family.layout == "images":
