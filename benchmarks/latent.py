@@ -149,8 +149,9 @@ def growth(layer: Layer, contexts: list[int], args: argparse.Namespace) -> dict[
                 started = time.thread_time()
                 layer.run(name, held[place], given)
                 seconds[name][place] = time.thread_time() - started
-        for name in caches if turn >= WARM_UP else ():
-            steps[name].append(seconds[name])
+        if turn >= WARM_UP:
+            for name, pair in seconds.items():
+                steps[name].append(pair)
     thousands, row = (contexts[1] - contexts[0]) / 1000, {}
     for name, pairs in steps.items():
         more = spread([(longer - shorter) / thousands for shorter, longer in pairs])
@@ -177,11 +178,11 @@ def main() -> None:
     about = {"dtype": args.dtype, "precision": args.precision, "turns": args.turns, "torch": torch.__version__}
     about |= {"machine": platform.processor() or platform.machine(), "instructions": instructions()}
     for context in [sorted(args.contexts)] if args.growth else args.contexts:
-        found = growth(layer, context, args) if args.growth else measure(layer, context, args)
-        row = {**about, "context": context, "caches": found}
+        caches = growth(layer, context, args) if args.growth else measure(layer, context, args)
+        row = {**about, "context": context, "caches": caches}
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        for name, found in row["caches"].items():
+        for name, found in caches.items():
             print(f"{args.dtype} {context!s:>6} {name:24s} {found}", flush=True)
 
 

@@ -38,6 +38,8 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
+# rotary keys of latents have 8 bits or more
+PRECISIONS_OF_LATENTS = {"high": "K8V4", "low": "K8V2"}
 # what an architecture needs beyond COMMON; None removes an argument
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -15,8 +15,8 @@ import transformers
 from families import BOTH, FAMILIES, KEPT_CLASSES, LINEAR, LONGER, ORIGINAL_LENGTH, Family
 from packaging.version import Version
 from runs import Run, tokens
+from tiny_models import PRECISIONS_OF_LATENTS, ragged_prompts, tiny_model
 from tiny_models import greedy as greedy_output
-from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 
@@ -30,8 +30,7 @@ NEW_TOKENS = 16
 WINDOW = 16
 LOSSLESS = DiffKVConfig.lossless(window=WINDOW)
 COMPRESSED = DiffKVConfig(alpha_high=1.2, alpha_low=0.5, window=WINDOW)
-# rotary keys of latents have 8 bits or more
-OF_LATENTS = replace(COMPRESSED, high="K8V4", low="K8V2")
+OF_LATENTS = replace(COMPRESSED, **PRECISIONS_OF_LATENTS)
 
 pytestmark = pytest.mark.oldest
 RUNS = [name for name, family in FAMILIES.items() if not family.refused]

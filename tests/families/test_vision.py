@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import COMMON, ragged_prompts
+from tiny_models import COMMON, PRECISIONS_OF_LATENTS, ragged_prompts
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache, PreTrainedModel
 from vision_families import IMAGE_TOKEN, VISION, VISION_FAMILIES, images
@@ -20,8 +20,7 @@ NEW_TOKENS = 16
 WINDOW = 16
 LOSSLESS = DiffKVConfig.lossless(window=WINDOW)
 COMPRESSED = DiffKVConfig(alpha_high=1.2, alpha_low=0.5, window=WINDOW)
-# rotary keys of latents have 8 bits or more
-OF_LATENTS = replace(COMPRESSED, high="K8V4", low="K8V2")
+OF_LATENTS = replace(COMPRESSED, **PRECISIONS_OF_LATENTS)
 
 pytestmark = pytest.mark.oldest
 
