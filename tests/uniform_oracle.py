@@ -8,12 +8,11 @@ import torch
 from chosen_ops import rotate
 from torch import Tensor
 
-from hf_diffkv.ops.backend import compute_dtype
 from hf_diffkv.ops.quantize.reference import store_tokens
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
 from hf_diffkv.ops.store_prompt.tokens import Placement, PromptTokens
 from hf_diffkv.pages import HIGH, LOW, LayerRows, column
-from hf_diffkv.pages.rows import held_tokens, slots_of
+from hf_diffkv.pages.rows import compute_dtype, held_tokens, slots_of
 from hf_diffkv.pages.segments import Contents
 
 

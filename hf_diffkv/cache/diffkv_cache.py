@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import as_folder
-from ..store import check_integrity, commit_together, fork_store, levels, read_tokens, settle
+from ..store import check_integrity, commit_together, fork_store, levels, read_tokens
 from .devices import TensorParallel, absent_layers, are_apart, layer_devices, main_device
 from .errors import HandOverError, another_batch
 from .held_tokens import HeldTokens
@@ -405,18 +405,14 @@ class DiffKVCache(ChosenRows, OtherStates, Cache):
 
         Between two crops, new tokens stay uncompressed and attention to them is exact. Up to 512 can be held this way.
         """
+        self.check_handover()
         super().activate_past_recording()
-        self.stores.recording = True
-        for store in self.stores.all:
-            settle(store)
-            store.recording = True
+        self.stores.record(True)
 
     def stop_recording(self) -> None:
         """Keeps all tokens and ends the recording begun by `activate_past_recording`."""
         self.crop(0)
-        self.stores.recording = False
-        for store in self.stores.all:
-            store.recording = False
+        self.stores.record(False)
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False

@@ -21,7 +21,7 @@ from ..compat import CACHE_NAMES, SLIDING_GRAPHS, passed
 from ..ops.backend import KERNELS
 from ..store import Changing, Store
 from ..store.compaction import compact, settle
-from ..store.step import count_step, refresh_if_due
+from ..store.step import count_step, look_together, refresh_if_due
 from .captured_windows import Windows, is_sliding
 from .cuda_graph import CudaGraph
 from .diffkv_cache import DiffKVCache
@@ -136,7 +136,7 @@ class DecodeStep:
         for store in stores:
             store.check_positions(1)
             settle(store)
-        self.cache.stores.look_together()
+        look_together(self.cache.stores.all)
         for store in stores:
             self.cache.stores.share_budget(store)
             self._reserve(store)

@@ -106,7 +106,8 @@ def load_cache(
         raise CacheFileError(f"{folder}: {error}") from error
     # absent from caches saved by an earlier hf_diffkv
     starts = snapshot.content.get("held_tokens", [])
-    held = [(start, snapshot.tensors[f"held_tokens{index}"]) for index, start in enumerate(starts)]
+    # copied, as the file may change later
+    held = [(start, snapshot.tensors[f"held_tokens{index}"].clone()) for index, start in enumerate(starts)]
     cache.held_tokens.take_up(held, cache.get_seq_length())
     cache.check_integrity()
     return cache

@@ -18,7 +18,7 @@ from ..config import DiffKVConfig
 from ..config.layers import layer_configs, same_pages
 from ..heads.harm import HarmBetween
 from ..heads.query_moments import QueryMoments
-from ..store import KVHeads, Store, begin_forward, drop_unused_layers, settle, withdraw
+from ..store import KVHeads, Store, begin_forward, drop_unused_layers, look_together, settle, withdraw
 from .devices import TensorParallel, absent_layers, layer_devices, layer_shapes
 from .errors import HandOverError, forward_under_way, stopped_halfway
 from .free_memory import budget_of
@@ -95,7 +95,8 @@ class Stores:
         self.pending: int | None = None
         # the layer whose keys and values later layers have yet to read
         self.awaited: int | None = None
-        self._broken = False
+        # whether no second forward has begun
+        self._broken = self._in_first = False
         # turns of forwards and of other users of the cache
         self.turns = ForwardTurns()
         # whether the cache also has Transformers' own layers, and those before the first compressed one
@@ -319,7 +320,7 @@ class Stores:
             HandOverError: an earlier forward stopped halfway.
             ValueError, MemoryError: raised by `begin_forward`; all stores are then unchanged.
         """
-        self.check_complete()
+        self.check_complete(begins=True)
         begun = []
         try:
             if any(store.seen for store in self.all):  # all layers are known after the first forward
@@ -327,7 +328,7 @@ class Stores:
             for store in self.all:
                 # before another store lowers its rows
                 settle(store)
-            self.look_together()
+            look_together(self.all)
             for store in self.all:
                 if store.seen:
                     drop_unused_layers(store, self._used(store))
@@ -338,16 +339,14 @@ class Stores:
             for store in begun:
                 withdraw(store, tokens)
             raise
+        self._in_first = max(self.seen) == 0
 
-    def look_together(self) -> None:
-        """Lets all stores that share a budget look at their device in the same step.
-
-        When rows are lowered thus does not depend on which store held which free pages.
-        """
-        sharing = [store for store in self.all if store.lowering.active]
-        if any(store.look_due for store in sharing):
-            for store in sharing:
-                store.forget_bounds()
+    def record(self, recording: bool) -> None:
+        """Begins or ends the recording of new tokens (store/rollback.py)."""
+        self.recording = recording
+        for store in self.all:
+            settle(store)
+            store.recording = recording
 
     @contextmanager
     def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:
@@ -374,9 +373,15 @@ class Stores:
             self.broken = True
             self.check_usable()
 
-    def check_complete(self) -> None:
-        """Raises `HandOverError` unless every layer took part in every forward so far."""
-        self.broken |= len({seen for seen in self.seen if seen}) > 1
+    def check_complete(self, begins: bool = False) -> None:
+        """Raises `HandOverError` unless every layer took part in every forward so far.
+
+        A model may lack layers of its configuration, so those without tokens count only between the first forward and
+        the second; `begins` says that one begins.
+        """
+        stopped = self._in_first and not (begins or self.turns.last_layer_came)
+        seen = {seen for index, seen in enumerate(self.seen) if seen or stopped and index not in self.absent}
+        self.broken |= len(seen) > 1
         self.check_usable()
 
     def check_read(self) -> None:

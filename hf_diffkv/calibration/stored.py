@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..config import DiffKVConfig, Precision
 from ..heads.sensitivity import MEASURED_FIELDS
-from ..ops.backend import compute_dtype
 from ..ops.softmax import Softmax
 from ..ops.table import ops_for
+from ..pages.rows import compute_dtype
 from ..store import KVHeads, Store, begin_forward, read_tokens
 from ..store.prompt import StoredPast, admitted, compress
 from ..store.transform import query_moment

@@ -18,6 +18,8 @@ from .options import json_option
 
 VERSIONED = ("hf-diffkv", "hf-diffkv-serving", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")
 CPU_INFO = Path("/proc/cpuinfo")
+# instruction sets with which PyTorch multiplies matrices in bfloat16 by oneDNN
+FAST_BFLOAT16 = {"avx512dq", "avx_ne_convert"}
 REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
 
 
@@ -31,8 +33,9 @@ def command(as_json: bool) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         lines["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
     found = gpus()
-    if not found and _has_fast_4bit():
-        lines["advice"] = _advice()
+    advice = None if found else _advice(_processor_flags())
+    if advice is not None:
+        lines["advice"] = advice
     lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none found by nvidia-smi"}
     try:
         lines["native code"] = instructions_at()
@@ -41,16 +44,22 @@ def command(as_json: bool) -> None:
     click.echo(json.dumps(lines, indent=2) if as_json else "\n".join(f"{name}: {lines[name]}" for name in lines))
 
 
-def _has_fast_4bit() -> bool:
-    """Returns whether the processor has AVX512-BF16, without which bitsandbytes unpacks weights at every step."""
-    return CPU_INFO.is_file() and re.search(r"^flags.*\bavx512_bf16\b", CPU_INFO.read_text(), re.MULTILINE) is not None
+def _processor_flags() -> set[str]:
+    """Returns the instruction sets of an x86 processor, as Linux names them; none elsewhere."""
+    found = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE) if CPU_INFO.is_file() else None
+    return set() if found is None else set(found[1].split())
 
 
-def _advice() -> str:
-    """Returns advice on faster decode steps for a machine without a GPU."""
-    missing = importlib.util.find_spec("bitsandbytes") is None
-    install = " (pip install bitsandbytes)" if missing else ""
-    return f"without a GPU, 4-bit weights make steps faster: --weights 4bit{install}"
+def _advice(flags: set[str]) -> str | None:
+    """Returns advice on faster prompts or steps for a machine without a GPU, or None (docs/faq.md)."""
+    if "avx512_bf16" in flags:
+        # without it, bitsandbytes unpacks weights at every step
+        missing = importlib.util.find_spec("bitsandbytes") is None
+        install = " (pip install bitsandbytes)" if missing else ""
+        return f"without a GPU, 4-bit weights make steps faster: --weights 4bit{install}"
+    if flags and not FAST_BFLOAT16 & flags:
+        return "without AVX-512, long prompts are several times faster in float32 than in bfloat16: --dtype float32"
+    return None
 
 
 def versions() -> dict[str, str]:

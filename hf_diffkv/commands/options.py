@@ -227,8 +227,8 @@ format_options = chain(
     click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a Hub repository."),
 )
 
-# levels of tokens
-level_options = chain(
+# levels of tokens, and their format
+compression_options = chain(
     click.option(
         "--alpha-high", metavar="X", type=float, help="Tokens of at least X times the average significance are high."
     ),
@@ -239,13 +239,18 @@ level_options = chain(
         help="Tokens below X times the average significance are pruned; 0 prunes none.",
     ),
     format_options,
+)
+
+level_options = chain(
+    compression_options,
     click.option("--lossless", is_flag=True, help="Store everything as it is, to check an installation."),
 )
 
-config_options = chain(
-    level_options,
-    click.option("--max-bytes", type=BUDGET_TYPE, help="Budget per device, e.g. 20MB, or 80% of free memory."),
+max_bytes_option = click.option(
+    "--max-bytes", type=BUDGET_TYPE, help="Budget per device, e.g. 20MB, or 80% of free memory."
 )
+
+config_options = chain(level_options, max_bytes_option)
 
 
 # a text as an argument, by --prompt, or by --prompt-file

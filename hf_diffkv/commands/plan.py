@@ -52,9 +52,6 @@ size_options = chain(
         help="Budget for caches, such as 8GB or 80%.  [default: all remaining memory]",
     ),
     click.option(
-        "--context", type=AtLeast(), help="Tokens per request of the largest batch.  [default: 8192 or the model's]"
-    ),
-    click.option(
         "--context", type=AtLeast(), help="Tokens per request in the largest batch.  [default: 8192 or the model's]"
     ),
 )

@@ -127,7 +127,8 @@ def suggest_calibration(model: Any) -> None:
         _tell_how(
             model,
             "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model "
-            "%s` measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
+            "%s` measures them once and saves about a fifth of the cache, with about the same answers "
+            "(docs/calibration.md).",
         )
 
 

@@ -111,16 +111,6 @@ def takes_latents(layout: PageLayout) -> bool:
     return in_quarters and not layout.selects and max(high.key_dim, high.value_dim) <= WIDEST_LATENT
 
 
-def is_forced(name: str) -> bool:
-    """Returns whether `use_backend(name)` is active."""
-    return forced == name
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the compute dtype for a model of `dtype`: float64 for float64, otherwise float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def device_of(device: torch.device) -> Device:
     """Returns the properties of the GPU that runs kernels for tensors on `device`."""
     return _real_device(device) if _assumed is None else _assumed

@@ -12,7 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .backend import compute_dtype, without_autocast
+from ..pages.rows import compute_dtype
+from .backend import without_autocast
 
 # elements converted to float32 at a time
 FLOAT_ELEMENTS = 1 << 21

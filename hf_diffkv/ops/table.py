@@ -56,6 +56,7 @@ class Ops:
 
     Attributes:
         backend: one of `ops.backend.BACKENDS`.
+        guarded: whether they turn autocast off while they run.
         append_token: appends the newest token of every request to its window, rotated (append/reference.py).
         append_and_attend: appends a token and attends from it, both in the model's form
             (decode_attention/reference.py).
@@ -71,6 +72,7 @@ class Ops:
     """
 
     backend: str
+    guarded: bool
     append_token: Callable[..., torch.Tensor | None]
     append_and_attend: Callable[..., torch.Tensor]
     compact_windows: Callable[..., None]
@@ -87,8 +89,11 @@ class Ops:
 
 
 def ops_for(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> Ops:
-    """Returns the ops for a model of `dtype` on `device` with pages of `tiers`; `use_backend` overrides the choice."""
-    return ops_of(choose(device, dtype, *tiers))
+    """Returns the ops for a model of `dtype` on `device` with pages of `tiers`; `use_backend` overrides the choice.
+
+    Under autocast, they run without it.
+    """
+    return ops_of(choose(device, dtype, *tiers), torch.is_autocast_enabled(device.type))
 
 
 def ops_for_rows(rows: LayerRows) -> Ops:
@@ -100,26 +105,25 @@ def latent_ops(ops: Ops, layout: PageLayout) -> Ops:
     """Returns the replacement for `ops` in layers that cache latents (docs/latent.md); prompts use no kernels."""
     if ops.backend != KERNELS:
         return ops
-    plain = ops_of(REFERENCE)
+    plain = ops_of(REFERENCE, ops.guarded)
     return replace(ops, prefill_attention=plain.prefill_attention) if takes_latents(layout) else plain
 
 
 @cache
-def ops_of(backend: str) -> Ops:
-    """Returns the ops of a backend."""
-    ops = Ops(backend, **{name: _found(places, backend) for name, places in IMPLEMENTATIONS.items()})
+def ops_of(backend: str, guarded: bool = False) -> Ops:
+    """Returns the ops of a backend; `guarded` ones run without autocast."""
+    found = {name: _found(places, backend, guarded) for name, places in IMPLEMENTATIONS.items()}
+    ops = Ops(backend, guarded, **found)
     if ops.append_and_attend is None:
         ops = replace(ops, append_and_attend=partial(_load(COMPOSED), ops))
     return ops
 
 
-def _found(places: dict[str, str], backend: str) -> Any:
+def _found(places: dict[str, str], backend: str, guarded: bool) -> Any:
     place = places.get(backend, places.get(REFERENCE))
     if place is None:
         return None
-    op = _load(place)
-    # autocast does not reach native code
-    return op if place == places.get(NATIVE) else without_autocast(op)
+    return without_autocast(_load(place)) if guarded else _load(place)
 
 
 def _load(place: str) -> Any:

@@ -325,6 +325,30 @@ class EarlierTokens:
 NO_PAST = EarlierTokens()
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the compute dtype for a model of `dtype`: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_pages(pages: Tensor, tier: TierLayout) -> None:
+    """Raises `ValueError` unless `pages` is the memory of this tier's pages."""
+    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
+        raise ValueError(
+            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
+        )
+
+
+def check_contents(pages: Tensor, tier: TierLayout, page: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises `ValueError` unless the pages fit (`check_pages`) and each entry of `page` has a key and a value."""
+    check_pages(pages, tier)
+    count = page.numel()
+    if key.shape != (count, tier.key_dim) or value.shape != (count, tier.value_dim):
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [{count}, {tier.key_dim}] and "
+            f"[{count}, {tier.value_dim}]."
+        )
+
+
 def slots_of(position: Tensor, sink_end: Tensor, sink_slots: int, slots: int) -> Tensor:
     """Returns the window slots of exact tokens, int64.
 

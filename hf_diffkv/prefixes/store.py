@@ -438,7 +438,7 @@ class PrefixStore:
             try:
                 snapshot = tier.get(name)
                 if not self._is_of(snapshot, ids):
-                    continue
+                    raise CacheFileError(f"{name} holds other tokens than its name says.")
                 cache = restore_snapshot(
                     DiffKVCache, snapshot, self.model, layer_devices(self.model), self.model.device
                 )

@@ -11,7 +11,7 @@ from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Read, Recorded
 from .rollback import RecordedAttention, commit_together
 from .state import Changing, Store
-from .step import begin_forward, withdraw
+from .step import begin_forward, look_together, withdraw
 from .transform import check_finite
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "fork_store",
     "hide_tokens",
     "levels",
+    "look_together",
     "move_rows",
     "payload",
     "prepare_rows",

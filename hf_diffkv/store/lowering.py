@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..config.until_full import joined_names
-from ..ops.backend import compute_dtype
 from ..pages.pool import FREE
+from ..pages.rows import compute_dtype
 from .demand import Demand, capacities, page_bytes, rows_to_lower
 from .faults import GROWTH_PART, with_growth
 from .forks import make_private

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.backend import compute_dtype
 from ..ops.compact import stored_tokens, token_positions
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, column
+from ..pages.rows import compute_dtype
 from ..pages.segments import segments
 from .compaction import settle
 from .state import Store

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..heads.query_moments import QueryMoments
 from ..ops import backend
-from ..ops.backend import KERNELS, compute_dtype
+from ..ops.backend import KERNELS
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
 from ..ops.softmax import Softmax
@@ -23,7 +23,7 @@ from ..ops.table import Ops, latent_ops, ops_for
 from ..ops.tiles import Bounds
 from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
-from ..pages.rows import ROW_STATE
+from ..pages.rows import ROW_STATE, compute_dtype
 from ..policy import make_policy
 from ..precision import Precision
 from .faults import GROWTH_PART, changed_mask, no_room, too_few_pages, unstorable, with_growth
@@ -191,9 +191,9 @@ class Store:
         self.unfinished = 0
         self.scratch: Scratch | None = None
         self.forward: Any = None  # record of prompt_kernels.py for the current forward of several tokens
-        # `ops`, and the backend that was forced when they were chosen
+        # `ops`, and the forced backend and autocast that they were chosen for
         self._ops: Ops | None = None
-        self._ops_forced: str | None = None
+        self._ops_chosen_for: tuple[str | None, bool] = (None, False)
         self._kept: KeptRows | None = None  # records of the rows for ops
         # tokens per row for which tables and buffers are allocated in advance, so that they stay in place until then
         self.room = 0
@@ -320,9 +320,8 @@ class Store:
 
     def addresses(self) -> tuple:
         """Returns the addresses of everything a decode step uses; a captured step is valid while they do not change."""
-        held = [self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
+        held = [self.pool.free_list.ring, self.pool.free_list.state, self.table.table, self.flag, self.invalid]
         held += [getattr(self, name) for name in ROW_STATE]
-        held += [self.flag, self.invalid]
         held += [] if self.scratch is None else self.scratch.tensors()
         feedback = self.model_feedback
         held += [] if feedback is None else [feedback.matrix, feedback.layer, feedback.head]
@@ -330,11 +329,12 @@ class Store:
 
     @property
     def ops(self) -> Ops:
-        """Implementations of the ops that this store runs; chosen once, and again under `use_backend`."""
-        if self._ops is None or self._ops_forced != backend.forced:
+        """Implementations of the ops that this store runs; chosen once, and again under `use_backend` or autocast."""
+        chosen_for = backend.forced, torch.is_autocast_enabled(self.device.type)
+        if self._ops is None or self._ops_chosen_for != chosen_for:
             found = ops_for(self.device, self.dtype, self.layout.high, self.layout.low)
             self._ops = latent_ops(found, self.layout) if self.heads.latent else found
-            self._ops_forced = backend.forced
+            self._ops_chosen_for = chosen_for
         return self._ops
 
     @property

@@ -6,6 +6,8 @@ generated tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -40,6 +42,17 @@ def begin_forward(store: Store, tokens: int) -> None:
     if _generates(store, tokens):
         prepare_step(store)
     store.seen += tokens
+
+
+def look_together(stores: Sequence[Store]) -> None:
+    """Lets all stores that share a budget look at their device in the same step.
+
+    When rows are lowered thus does not depend on which store held which free pages.
+    """
+    sharing = [store for store in stores if store.lowering.active]
+    if any(store.look_due for store in sharing):
+        for store in sharing:
+            store.forget_bounds()
 
 
 def withdraw(store: Store, tokens: int) -> None:

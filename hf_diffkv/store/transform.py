@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.backend import compute_dtype
 from ..ops.rotation import tokens_at_once
 from ..ops.table import Ops
 from ..pages import EarlierTokens
+from ..pages.rows import compute_dtype
 from .faults import unstorable
 from .state import Store
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from runs import Run, assert_equal_contents, model_of, started, tokens
 
-from hf_diffkv import DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.cache import held_tokens, layer, rows
 from hf_diffkv.cache.errors import HandOverError
+from hf_diffkv.compat import passing
 from hf_diffkv.pages import pool
 from hf_diffkv.store import compaction, forks, prompt, state
 
@@ -104,6 +106,41 @@ def test_a_fork_that_stopped_halfway_leaves_no_pages_without_an_owner(
         step(each)
     for each in (again, twin):
         assert_equal_contents(each.cache, expected.cache)
+
+
+def test_a_first_prompt_that_stopped_between_two_layers_is_refused(tmp_path: Path) -> None:
+    """No layer disagrees with another about the number of tokens yet; the last ones have none."""
+    model, ids = model_of(), tokens(1, 60)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    store = PrefixStore(model, CONFIG)
+    cache = store.lookup(ids)
+    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, **passing(cache), max_new_tokens=2)
+    hook.remove()
+    uses = {
+        "save_pretrained": lambda: cache.save_pretrained(tmp_path),
+        "crop": lambda: cache.crop(0),
+        "reorder_cache": lambda: cache.reorder_cache(torch.tensor([0])),
+        "fork": lambda: cache.fork(1),
+        "levels": lambda: cache.levels(0),
+        "activate_past_recording": lambda: cache.activate_past_recording(),
+        "insert": lambda: store.insert(ids, cache),
+        "generate": lambda: model.generate(ids, **passing(cache), max_new_tokens=2),
+    }
+    for name, use in uses.items():
+        with pytest.raises(HandOverError, match=r"stopped halfway.*reset\(\)"):
+            use()
+            pytest.fail(f"{name} used it")
+    assert len(store) == 0 and not list(tmp_path.iterdir())
+    cache.reset()
+    expected = DiffKVCache(model.config, CONFIG)
+    for each in (cache, expected):
+        model.generate(ids, **passing(each), max_new_tokens=2)
+    assert_equal_contents(cache, expected)
 
 
 @pytest.mark.parametrize("case", HALFWAY)

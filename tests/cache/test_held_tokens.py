@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.cache.io import TENSORS_NAME
 from hf_diffkv.compat import passing
 from hf_diffkv.prefixes import PrefixStore
 
@@ -48,6 +49,17 @@ def continued(ids: Tensor, row: int = 0, position: int | None = None) -> Tensor:
     if position is not None:
         ids[row, position] = (ids[row, position] + 1) % VOCABULARY
     return ids
+
+
+def test_a_loaded_cache_does_not_depend_on_its_file(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache, ids = begun(model)
+    cache.save_pretrained(tmp_path)
+    loaded = DiffKVCache.from_pretrained(tmp_path, model)
+    path = tmp_path / TENSORS_NAME
+    # in place, as `cp` writes
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(generate(model, continued(ids), loaded), generate(model, continued(ids), cache))
 
 
 def refused(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, position: int, row: int = 0) -> None:

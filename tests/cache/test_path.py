@@ -21,7 +21,7 @@ from hf_diffkv.ops.backend import use_backend
 
 PACKAGE = str(Path(hf_diffkv.__file__).parent)
 # one of them ends the forward's turn (cache/turns.py)
-MOST_OF_A_PROMPT = 19
+MOST_OF_A_PROMPT = 17
 # for one layer's token, in native code and in PyTorch
 MOST_OF_A_STEP = {"native": 7, "reference": 11}
 BACKENDS = [pytest.param("native", marks=needs_native), "reference"]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.compat import passing
+from hf_diffkv.evaluation import verification
 from hf_diffkv.heads.allocation import HEAD_LADDER
 from hf_diffkv.heads.lookup import keep
 from hf_diffkv.planning import ModelShape
@@ -317,6 +318,19 @@ def test_verify_of_what_is_good_enough(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*run, "--length", "40"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.endswith("but the cache saves nothing at this --length; set it to that of your prompts.")
+
+
+def test_verify_measures_rounding_where_a_lossless_cache_differs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some processors round bfloat16 so much that a lossless cache is further away than the fixed limit."""
+    monkeypatch.setattr(verification, "ROUNDING", -1.0)
+    run = ["verify", "--model", "tiny-lm", "--length", "300", "--continued", "20", "--max-kl", "10"]
+    found = found_by(capsys, *run, "--dtype", "bfloat16")
+    lossless, eager, chosen = found["outcomes"]
+    assert [each["name"] for each in found["outcomes"]] == ["lossless", "dense, eager", "chosen"] and found["good"]
+    assert 0 < eager["kl"] < 1e-2 and lossless["kl"] <= 3 * eager["kl"] and eager["bytes"] == eager["dense_bytes"]
+    assert chosen["bytes"] < chosen["dense_bytes"]
 
 
 def test_verify_finds_a_cache_that_is_wrong(

@@ -76,12 +76,19 @@ def test_weights_that_are_quantised_already(tmp_path: Path) -> None:
         load_model(str(folder), device="cpu", weights="4bit")
 
 
-# without AVX512-BF16 bitsandbytes unpacks weights at every step
-@pytest.mark.parametrize("flags", ["fpu avx512_bf16 fsrm", "fpu avx2"])
+@pytest.mark.parametrize(
+    ("flags", "advised"),
+    [
+        ("fpu avx512dq avx512_bf16 fsrm", "--weights 4bit"),
+        ("fpu avx512dq avx2", None),
+        ("fpu avx2", "--dtype float32"),
+    ],
+)
 @pytest.mark.parametrize("found", [[], ["NVIDIA H100"]])
-def test_env_advises_them_without_a_gpu_where_they_are_faster(
+def test_env_advises_what_is_faster_on_this_processor(
     found: list[str],
     flags: str,
+    advised: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -91,4 +98,6 @@ def test_env_advises_them_without_a_gpu_where_they_are_faster(
     monkeypatch.setattr(env, "CPU_INFO", info)
     monkeypatch.setattr(environment, "gpus", lambda: found)
     assert main(["env"]) == 0
-    assert ("--weights 4bit" in capsys.readouterr().out) is (not found and "bf16" in flags)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("advice:")]
+    assert len(lines) == (advised is not None and not found)
+    assert all(advised in line for line in lines)

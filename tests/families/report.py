@@ -131,7 +131,7 @@ def document() -> str:
         f"Families with multi-head latent attention are {_names(latent)}; "
         "[latent.md](latent.md) says how their caches are compressed. No large trained model of this kind was "
         "measured. Families whose indexer chooses tokens are refused: `axk2`, `deepseek_v32`, `dots3_note_text`, "
-        "`glm_moe_dsa`, `hy_v4`. They cache latents too, and follow once steps can read chosen tokens.\n",
+        "`glm_moe_dsa`, `hy_v4`. They cache latents too; support follows once steps can read chosen tokens.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
         "side keeps its own attention. `tests/families/test_vision.py` checks them with images. `kimi_k25` caches "
         "latents.\n\n" + _vision_table(),

@@ -70,7 +70,7 @@ def test_without_triton_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, cap
     backend._has_triton.cache_clear()
     with pytest.raises(ImportError, match="'kernels' needs Triton: pip install"), backend.use_backend("kernels"):
         pass
-    assert not backend.is_forced("kernels")
+    assert backend.forced is None
 
 
 @pytest.mark.parametrize("version, runs", [("3.4.0", False), ("3.6.0", True), ("3.10.1+git1", True), ("4.0", True)])

@@ -94,7 +94,6 @@ def test_the_rest_is_left_to_the_reference(
 
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_native_code_runs_where_it_is_faster(called: list[str], monkeypatch: pytest.MonkeyPatch, has_amx: bool) -> None:
-    monkeypatch.setattr(op, "choose", lambda device, dtype, *tiers: op.NATIVE)
     monkeypatch.setattr(op.native, "can_attend", lambda *tensors: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
     parts = draw(1, 1, 1, 8, 16)

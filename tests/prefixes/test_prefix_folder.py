@@ -197,6 +197,23 @@ def test_damaged_files(
     assert_finds(store, runs, 50)
 
 
+def test_prefixes_under_each_others_names(model: PreTrainedModel, tmp_path: Path) -> None:
+    """They are removed like damaged ones, so that they can be stored again."""
+    runs = [started(model, (30,), seed=seed) for seed in (0, 1)]
+    filled(model, tmp_path, runs)
+    (one, other), aside = tmp_path.glob("*-30-*"), tmp_path / "aside"
+    for old, new in ((one, aside), (other, one), (aside, other)):
+        old.rename(new)
+    store = new_store(model, tmp_path)
+    for run in runs:
+        with pytest.warns(RuntimeWarning, match="damaged and is removed.*holds other tokens than its name says"):
+            assert store.lookup(torch.cat([run.ids, tokens(1, 3)], 1)).get_seq_length() == 0
+    assert len(store) == 0 and store.stats.disk_errors == 2
+    assert store.insert(runs[1].ids, runs[1].cache)
+    found = store.lookup(torch.cat([runs[1].ids, tokens(1, 3)], 1))
+    assert_equal_contents(found, runs[1].cache)
+
+
 def test_files_that_cannot_be_read(
     model: PreTrainedModel, runs: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

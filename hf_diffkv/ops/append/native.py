@@ -7,12 +7,10 @@ from torch import Tensor
 
 from ...native.library import address, call, set_token, step_block
 from ...pages import LayerRows
-from ..backend import without_autocast
 from ..rotation import NO_ROTATION, Rotation, rotate
 from .reference import stored_form
 
 
-@without_autocast
 def append_token(
     rows: LayerRows,
     key: Tensor,

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, column, fields
-from ...pages.rows import held_tokens
+from ...pages.rows import compute_dtype, held_tokens
 from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
-from ..backend import compute_dtype
 from ..rotation import Rotation
 from ..softmax import SharedAttention, Softmax
 from ..table import Ops

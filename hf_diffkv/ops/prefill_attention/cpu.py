@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...pages import EarlierTokens
 from ...pages.rows import NO_PAST
-from ..backend import NATIVE, REFERENCE, choose, is_forced
+from .. import backend
+from ..backend import NATIVE, REFERENCE
 from ..softmax import Softmax
 from . import flash, native, reference
 
@@ -19,19 +20,16 @@ def prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NO_PAST, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attends from new tokens over a past and themselves; arguments and results as in the reference."""
-    chosen = fastest(query, key, value, softmax, past, options.get("mask"))
+    chosen = fastest(query, key, value, softmax, options.get("mask"))
     return chosen.prefill_attention(query, key, value, softmax, past=past, **options)
 
 
-def fastest(
-    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, past: EarlierTokens, mask: Tensor | None
-) -> ModuleType:
+def fastest(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None) -> ModuleType:
     """Returns the module that attends fastest; arguments as in the reference."""
-    if is_forced(REFERENCE):
+    if backend.forced == REFERENCE:
         return reference
-    tiers = () if past.rows is None else past.rows.tiers
-    by_native = choose(query.device, query.dtype, *tiers) == NATIVE and native.can_attend(query, value)
-    if by_native and (is_forced(NATIVE) or not _multiplies_in_tiles(query.dtype)):
+    by_native = backend.forced in (None, NATIVE) and native.can_attend(query, value)
+    if by_native and (backend.forced == NATIVE or not _multiplies_in_tiles(query.dtype)):
         return native
     if flash.can_attend(query, key, value, mask, softmax.softcap):
         return flash

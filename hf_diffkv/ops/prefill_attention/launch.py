@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
-from ..backend import KERNELS, device_of, is_forced, launch, row_arguments, unit_stride
+from .. import backend
+from ..backend import KERNELS, device_of, launch, row_arguments, unit_stride
 from ..decode_attention.tier_math import padded
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
 from ..softmax import Softmax
@@ -62,7 +63,7 @@ def prefill_attention(
     """
     widest = max(key.shape[-1], value.shape[-1])
     if widest > KERNEL_HEAD_DIM:
-        if is_forced(KERNELS):
+        if backend.forced == KERNELS:
             raise ValueError(f"the kernels take head dimensions up to {KERNEL_HEAD_DIM}, not {widest}.")
         options = {"past": past, "valid": valid, "mask": mask, "observed": observed}
         return cpu.prefill_attention(query, key, value, softmax, **options)

@@ -40,6 +40,6 @@ def attend_plainly(
     special = (softmax.softcap, softmax.sinks, valid, mask)
     plain = observed == 0 and past.tokens == 0 and all(each is None for each in special)
     many = query.shape[2] >= NATIVE_TOKENS
-    if plain and not (many and fastest(query, key, value, softmax, past, mask) is native):
+    if plain and not (many and fastest(query, key, value, softmax, mask) is native):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax.scaling), None
     return prefill_attention(query, key, value, softmax, past=past, valid=valid, mask=mask, observed=observed)

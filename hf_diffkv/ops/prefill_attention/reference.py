@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...pages import HIGH, LOW, EarlierTokens, LayerRows
-from ...pages.rows import NO_PAST, held_tokens
-from ..backend import compute_dtype
+from ...pages.rows import NO_PAST, compute_dtype, held_tokens
 from ..compact import stored_tokens
 from ..softmax import Softmax
 from ..table import ops_for_rows

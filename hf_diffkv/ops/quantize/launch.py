@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pages import TierLayout
+from ...pages.rows import check_contents, check_pages
 from ...pages.segments import Contents
 from ..backend import INTERPRETER, launch, unit_stride
-from . import check_pages, check_tokens
 from .kernels import copy_tokens_kernel, load_tokens_kernel, store_tokens_kernel
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -30,7 +30,7 @@ def store_tokens(
     """
     check_dtype(dtype)
     key, value, score, position = contents
-    check_tokens(pages, tier, page, key, value)
+    check_contents(pages, tier, page, key, value)
     if score.dtype != torch.float32:
         raise ValueError(f"score must be float32, not {score.dtype}.")
     if page.numel() == 0:

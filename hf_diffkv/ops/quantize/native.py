@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...native.library import DTYPES, Transfer, address, call, format_of_tier, unit_stride
 from ...pages import TierLayout
+from ...pages.rows import check_contents, check_pages
 from ...pages.segments import Contents
-from . import check_pages, check_tokens
 
 
 def store_tokens(
@@ -20,7 +20,7 @@ def store_tokens(
         CorruptMemoryError: a page or slot does not exist; nothing has changed.
     """
     key, value, score, position = contents
-    check_tokens(pages, tier, page, key, value)
+    check_contents(pages, tier, page, key, value)
     if key.dtype != value.dtype or key.dtype not in DTYPES:
         key, value = key.float(), value.float()
     key, value = unit_stride(key), unit_stride(value)

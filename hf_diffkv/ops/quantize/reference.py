@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ...pages import TierLayout, fields
 from ...pages.inset import FULL_RANGE, Inset
+from ...pages.rows import check_contents, check_pages, compute_dtype
 from ...pages.segments import Contents, group_metadata, scale_and_zero, segments
-from ..backend import compute_dtype
-from . import check_pages, check_tokens
 
 
 def quantize(
@@ -146,7 +145,7 @@ def store_tokens(
         contents: contents of the n tokens.
         dtype: the model's dtype, used for 16-bit rows.
     """
-    check_tokens(pages, tier, page, contents.key, contents.value)
+    check_contents(pages, tier, page, contents.key, contents.value)
     view = segments(pages, tier)
     view.key[page, slot], key_metadata = quantize(
         contents.key, tier.k_bits, tier.k_groups, dtype, metadata_bytes=tier.key_metadata

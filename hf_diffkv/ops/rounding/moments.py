@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import compute_dtype
+from ...pages.rows import compute_dtype
 from ..rotation import tokens_at_once
 from .reference import DAMPING
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...pages import TierLayout
-from ..backend import compute_dtype
+from ...pages.rows import compute_dtype
 from ..quantize.reference import scale_and_zero_of
 
 # share of H's mean diagonal added to it, so that directions without queries count too

@@ -142,6 +142,8 @@ class ContinuousCache(PackedCache):
         self._differs: set[str] = set()
         # whether the request looked up last has a prefix but no room for its prompt
         self._no_room = False
+        # whether the last request that asked for memory got none
+        self._lacks_memory = False
         # when the engine last had nothing under way; may be read during its first step too
         self._finished = self._moment()
 
@@ -150,10 +152,9 @@ class ContinuousCache(PackedCache):
         """Bytes the device holds for all requests."""
         return self.slots.bytes + sum(other.bytes for other in (self.sliding, self.linear) if other is not None)
 
-    @property
-    def places(self) -> int:
-        """Number of requests that may join those that hold memory."""
-        return self.slots.room.most - len(self._slot_of)
+    def places_beside(self, waiting: int) -> int:
+        """Returns how many requests may join those that hold memory and `waiting` others; 0 if these lack memory."""
+        return 0 if waiting and self._lacks_memory else max(0, self.slots.room.most - len(self._slot_of) - waiting)
 
     def memory(self) -> ServingMemory:
         """Returns the memory at this moment, or, on other threads than the engine's, after its last finished step."""
@@ -186,8 +187,9 @@ class ContinuousCache(PackedCache):
         if wanted > allowed:
             raise ValueError(
                 f"a request of {prompt_tokens} prompt tokens and {wanted} new ones needs room for "
-                f"{prompt_tokens + wanted - 1}, but max_bytes={self.slots.max_bytes} and the longest planned request "
-                f"leave room for {self.slots.longest}; shorten the prompt, lower max_new_tokens, or raise max_bytes."
+                f"{prompt_tokens + wanted - 1}, but the longest possible request has {self.slots.longest} tokens, "
+                f"which the model's positions, the planned lengths and max_bytes={self.slots.max_bytes} limit; shorten "
+                "the prompt, or ask for fewer new tokens."
             )
         return allowed if max_new_tokens is None else max_new_tokens
 
@@ -218,6 +220,7 @@ class ContinuousCache(PackedCache):
     def _make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
         """Calls `Slots.make_room`, and notes the new slots of requests that were moved."""
         made = self.slots.make_room(slot, tokens, shared)
+        self._lacks_memory = not made
         for old, new in self.slots.take_moves():
             name = next(name for name, place in self._slot_of.items() if place == old)
             self._slot_of[name] = new

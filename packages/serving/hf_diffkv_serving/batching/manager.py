@@ -360,13 +360,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     @property
     def waiting(self) -> int:
-        """Number of requests without memory. Any thread may read it and `places`."""
+        """Number of requests without memory yet. Any thread may read it and `places`."""
         return self.input_queue.qsize() + self._held_up
 
     @property
     def places(self) -> int:
-        """Number of requests that may still be admitted if there are pages; 0 while others wait."""
-        return 0 if (cache := self._cache) is None or self._held_up else cache.places
+        """Number of requests that may still be admitted if there are pages; 0 while others wait for memory."""
+        return 0 if (cache := self._cache) is None else cache.places_beside(self._held_up)
 
     @property
     def _held_up(self) -> int:

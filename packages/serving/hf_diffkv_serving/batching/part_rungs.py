@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hf_diffkv.heads.harm import HarmBetween
-from hf_diffkv.ops.backend import compute_dtype
+from hf_diffkv.pages.rows import compute_dtype
 from hf_diffkv.store.demand import Demand, rows_to_lower
 from hf_diffkv.store.lower_rows import lower_rows
 from hf_diffkv.store.prompt_kernels import pages_of

@@ -280,6 +280,19 @@ def test_a_full_queue(served: Callable) -> None:
     served(use, requests=1, max_queue=2)
 
 
+def test_a_short_queue_does_not_refuse_what_there_is_memory_for(served: Callable) -> None:
+    """Requests that wait while others compute a beginning they share do not wait for memory."""
+
+    async def use(client: Client) -> None:
+        body = {"prompt": PROMPT * 30, "max_tokens": NEW}
+        tasks = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(6)]
+        await client.until(lambda: client.engine._held_up > 2)
+        assert (await client.complete()).status_code == 200
+        assert [(await task).status_code for task in tasks] == [200] * 6
+
+    served(use, prefixes=True, requests=12, max_queue=1)
+
+
 def test_a_body_that_is_too_large(served: Callable) -> None:
     """Refuses it by the length in the header, or without one by the bytes that come."""
     most = 200
