@@ -13,7 +13,7 @@ import click
 from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
 from ..running.models import SMALLEST_MODEL, load_model, resolve_model
 from .console import Command, Failure, colours, megabytes, one_line, paragraph, progress, table
-from .models import load_tokenizer, position_limit, supported_config
+from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     choice_of,
     config_before,
@@ -68,8 +68,9 @@ def command(**given: Any) -> None:
     else:
         config_before(choice, model_config)
         ids, pieces = _tokens(options, text, position_limit(model_config))
+        device = usable_device(options.device)
         progress(f"loading {options.model}", options.quiet)
-        model = load_model(options.model, options.dtype, options.device, options.quiet, options.weights)
+        model = load_model(options.model, options.dtype, device, options.quiet, options.weights)
         config = config_for(choice, model)
     found = {"model": options.model, "config": config.to_dict(), **_layers(model_config, config, options)}
     said = _layer_text(found)

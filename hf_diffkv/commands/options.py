@@ -22,6 +22,8 @@ from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
+# kinds of pictures, by the end of the file name
+PICTURES = ("png", "svg", "pdf")
 # maximum number of characters of a model's name in a folder's name
 LONGEST_NAME = 80
 # default limit of the mean KL to the dense cache, in nats
@@ -64,6 +66,14 @@ def path_in(text: str) -> Path:
     if not text:
         raise ValueError("the path is empty; give one, or leave the option out.")
     return Path(text)
+
+
+def picture_in(text: str) -> Path:
+    """Parses the path of a picture to write."""
+    path = path_in(text)
+    if path.suffix[1:].lower() not in PICTURES:
+        raise ValueError(f"{text!r} must end in {', '.join(f'.{name}' for name in PICTURES)}.")
+    return path
 
 
 def precision_in(text: str) -> Precision:
@@ -110,6 +120,7 @@ def numbers_in(text: str) -> tuple[float, ...]:
 
 SIZE_TYPE, BUDGET_TYPE = Parsed("SIZE", bytes_in), Parsed("SIZE", budget_in)
 PATH_TYPE, PROMPT_TYPE = Parsed("FOLDER", path_in), Parsed("TEXT", prompt_in)
+PICTURE_TYPE = Parsed("FILE", picture_in)
 PRECISION_TYPE, NUMBERS_TYPE = Parsed("KxVy", precision_in), Parsed("A,B", numbers_in)
 
 

@@ -17,7 +17,7 @@ from .console import Command, Failure, megabytes, one_line, paragraph, progress,
 from .models import supported_config
 from .options import (
     BUDGET_TYPE,
-    PATH_TYPE,
+    PICTURE_TYPE,
     SIZE_TYPE,
     AtLeast,
     Between,
@@ -79,8 +79,7 @@ size_options = chain(
 @dtype_option
 @click.option(
     "--plot",
-    type=PATH_TYPE,
-    metavar="FILE",
+    type=PICTURE_TYPE,
     help="Plot the predicted loss against bytes: png, svg or pdf, by file name.",
 )
 @json_option

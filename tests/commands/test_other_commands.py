@@ -134,8 +134,8 @@ def test_plan_predicts_and_draws_what_heads_lose(
     text = capsys.readouterr().out
     assert f"{ladder[1]['each_head']:.4f}" in text and text.count("%*") == 1
     assert (tmp_path / "loss.png").stat().st_size > 10_000
-    assert main([*plan, "--plot", str(tmp_path / "loss.odd")]) == 1
-    capsys.readouterr()
+    assert main([*plan, "--plot", str(tmp_path / "loss.odd")]) == 2
+    assert "loss.odd' must end in .png, .svg, .pdf." in capsys.readouterr().err
     assert main([*plan, "--plot", "/dev/null/loss.png"]) == 1
     assert "hf-diffkv: --plot /dev/null/loss.png: Not a directory.\n" in capsys.readouterr().err
 

@@ -273,6 +273,12 @@ def test_there_are_enough_of_them() -> None:
     assert set(COMMANDS) - used == {"lm-eval"}, "lm-eval hands everything over"
 
 
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "lm-eval"])
+def test_each_option_is_there_once(name: str) -> None:
+    options = [option for parameter in load(name).params for option in parameter.opts]
+    assert len(options) == len(set(options)), sorted(options)
+
+
 def test_help_and_usage_errors_load_no_pytorch() -> None:
     """Checks that packages that take seconds to import are not imported."""
     cases = [arguments for arguments, _ in QUICK]
