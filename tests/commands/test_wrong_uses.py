@@ -108,7 +108,7 @@ QUICK = [
     (["inspect", ""], "the prompt is empty; there is nothing to inspect."),
     (["inspect", "--model", "tinylm"], "did you mean 'tiny-lm'?"),
     (["verify"], "Missing option '--model'."),
-    (["verify", *TINY, "--lossless"], "--lossless is measured anyway; leave it out."),
+    (["verify", *TINY, "--lossless"], "No such option '--lossless'."),
     (["verify", *TINY, "--max-kl", "-1"], "'--max-kl': -1.0 is not in the range x>=0."),
     (["verify", *TINY, "--continued", "1"], "'--continued': 1 is too few; give at least 2."),
     (["bench"], "Missing option '--model'."),
