@@ -232,11 +232,12 @@ def _text(found: dict[str, Any]) -> str:
         reached |= whole
         longest = f"{row['longest_context']:,}{'*' if whole else ''}"
         rows.append((row["cache"], f"{row['bytes_per_token']:,.0f}", longest, f"{row['largest_batch']:,}"))
+    requests = "one request" if found["batch"] == 1 else f"each of {found['batch']} requests"
     lines = [
         paragraph(
             f"{megabytes(found['memory'])}: {megabytes(found['weights'])} weights, {megabytes(found['reserve'])} kept "
-            f"for activations, {megabytes(found['free'])} for caches. Longest context for {found['batch']} at once; "
-            f"largest batch at {found['context']:,} tokens each."
+            f"for activations, {megabytes(found['free'])} for caches. Longest context of {requests}; "
+            f"largest batch of requests with {found['context']:,} tokens."
         ),
         "",
         table(header, rows),

@@ -57,7 +57,8 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         health.drain()
         self._served.log.message(
-            f"stopping: {len(answers)} answers in progress have up to {health.grace:g} s; another signal stops at once"
+            f"stopping: answers in progress ({len(answers)}) have up to {health.grace:g} s; another signal stops at "
+            "once"
         )
 
     async def on_tick(self, counter: int) -> bool:
