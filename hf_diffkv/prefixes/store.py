@@ -225,12 +225,9 @@ class PrefixStore:
         """
         ids = as_tokens("input_ids", input_ids)[: held[0].seen].clone()
         name = self._name(ids, {})
-
-        def take() -> Snapshot:
-            return snapshot_of_request(held, others, self.config, self._model, self._weights)
-
+        kind = self.config, self._model, self._weights
         with self._session():
-            return self._add(name, ids, take)
+            return self._add(name, ids, lambda: snapshot_of_request(held, others, *kind))
 
     def _add(self, name: str, ids: Tensor, take: Callable[[], Snapshot]) -> bool:
         if name in self._tiers.entries:
@@ -438,6 +435,8 @@ class PrefixStore:
             try:
                 snapshot = tier.get(name)
                 if not self._is_of(snapshot, ids):
+                    if self._name(snapshot.tensors.get(TOKEN_IDS, ids[:0]).cpu(), {}) == name:
+                        continue  # another prompt with the same hash
                     raise CacheFileError(f"{name} holds other tokens than its name says.")
                 cache = restore_snapshot(
                     DiffKVCache, snapshot, self.model, layer_devices(self.model), self.model.device

@@ -207,7 +207,7 @@ def test_the_longest_request_is_admitted_alone_and_served(rungs: str, max_bytes:
     done = collect(manager, names)
     assert all(output.error is None for output in done.values())
     refused = manager.add_request(prompts((longest,))[0], max_new_tokens=3)
-    assert "longest planned request" in collect(manager, {refused})[refused].error
+    assert "longest possible request" in collect(manager, {refused})[refused].error
     manager.stop()
 
 
