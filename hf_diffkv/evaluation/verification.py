@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compat import attention_of
 from .comparison import compare_logits
 from .methods import Method
+from .methods.base import using_attention
 from .methods.dense import DenseMethod
 from .session import Session
 from .tasks import Document
@@ -49,15 +49,8 @@ class Outcome:
 class EagerMethod(DenseMethod):
     """Dense cache with eager attention, whose divergence from another attention is caused by rounding alone."""
 
-    @contextmanager
-    def attached(self, model: Any, cache: Any) -> Iterator[None]:
-        before = attention_of(model.config)
-        model.set_attn_implementation("eager")
-        try:
-            yield
-        finally:
-            if before is not None:
-                model.set_attn_implementation(before)
+    def attached(self, model: Any, cache: Any) -> AbstractContextManager[None]:
+        return using_attention(model, "eager")
 
 
 def measure(

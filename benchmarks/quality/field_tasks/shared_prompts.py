@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.compat import attention_of, passing
 from hf_diffkv.evaluation.methods import Method
+from hf_diffkv.evaluation.methods.base import using_attention
 from hf_diffkv.evaluation.methods.dense import DenseMethod
 from hf_diffkv.evaluation.methods.diffkv import DiffKVMethod
 from hf_diffkv.evaluation.session import Session
@@ -100,11 +101,7 @@ def _noting(model: Any, prompt: ReadPrompt) -> Iterator[None]:
         prompt.layers[module.layer_idx] = (module, query, key, value, known)
         return dense(module, query, key, value, mask, **options)
 
-    before = attention_of(model.config)
     AttentionInterface.register(NOTING, note)
     AttentionMaskInterface.register(NOTING, ALL_MASK_ATTENTION_FUNCTIONS[DENSE_ATTENTION])
-    model.set_attn_implementation(NOTING)
-    try:
+    with using_attention(model, NOTING):
         yield
-    finally:
-        model.set_attn_implementation(before)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...compat import is_stateful
+from ...compat import attention_of, is_stateful
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,18 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r})"
+
+
+@contextmanager
+def using_attention(model: Any, name: str) -> Iterator[None]:
+    """Gives `model` the attention implementation `name` within the block."""
+    before = attention_of(model.config)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        if before is not None:
+            model.set_attn_implementation(before)
 
 
 def branched(layer: Any) -> Any:

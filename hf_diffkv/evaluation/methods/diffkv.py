@@ -21,12 +21,10 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ...compat import attention_of
 from ...config import DiffKVConfig
 from ...config.files import removed_field
 from ...config.presets import PRESETS, one_level
@@ -36,7 +34,7 @@ from ...policy import POLICIES
 from ...precision import PRECISION_NAME, Precision
 from ..errors import EvaluationError, meant, unknown
 from . import method
-from .base import HeldBytes, Method
+from .base import HeldBytes, Method, using_attention
 
 # keyword argument of `for_model` that is not a field of `DiffKVConfig`
 PRESET = "preset"
@@ -88,15 +86,8 @@ class DiffKVMethod(Method):
         report = cache.memory()
         return HeldBytes(report.bytes, report.payload_bytes, levels=report.tokens)
 
-    @contextmanager
-    def attached(self, model: Any, cache: Any) -> Iterator[None]:
-        before = attention_of(model.config)
-        model.set_attn_implementation("diffkv")
-        try:
-            yield
-        finally:
-            if before is not None:
-                model.set_attn_implementation(before)
+    def attached(self, model: Any, cache: Any) -> AbstractContextManager[None]:
+        return using_attention(model, "diffkv")
 
 
 def _digest(content: bytes) -> str:

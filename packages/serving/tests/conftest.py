@@ -23,6 +23,7 @@ ENGINE_TESTS = [
     "distributed/test_batched_tensor_parallel.py",
     "server/test_drain.py",
     "server/test_operation.py",
+    "server/test_queue.py",
     "server/test_serve_command.py",
 ]
 collect_ignore = ENGINE_TESTS if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23) else []
