@@ -46,6 +46,7 @@ struct Work {
   float* constant;  // what every channel of a head's output gets
   int8_t *weight_upper, *weight_lower;
   float *key_scale, *key_zero, *value_scale, *value_zero;
+  float *group_scale, *group_zero;  // [STAGED_CODES, groups], factors of staged tokens
   float *weight, *received, *rows;
   float* latent_product;  // products of `latent` with the values
   uint8_t* codes;
@@ -72,6 +73,9 @@ struct Work {
     take(key_zero, stride);
     take(value_scale, stride);
     take(value_zero, stride);
+    const int64_t groups_at_most = most_groups(step.format), grouped = groups_at_most > 1 ? groups_at_most : 0;
+    take(group_scale, STAGED_CODES * grouped + 16);
+    take(group_zero, STAGED_CODES * grouped + 16);
     take(weight, group * stride);
     take(received, has_scores(step.format.tier[HIGH]) ? stride : 0);
     take(rows, STAGED_ROWS * widest);
@@ -79,16 +83,11 @@ struct Work {
     take(codes, STAGED_CODES * widest + 64);
 #if defined(__AVX512VNNI__)
     take(transposed, quad_block(STAGED_CODES) * value / 64);
-    const int64_t count = most_groups(step.format);
-    if (count > 1) {
-      take(groups.upper, count * round_up(group, 4) * key);
-      take(groups.lower, count * round_up(group, 4) * key);
-      take(groups.factor, count * group);
-      take(groups.sum, count * group);
-      take(groups.scale, STAGED_CODES * count + 16);
-      take(groups.zero, STAGED_CODES * count + 16);
-      take(groups.product, group * PRODUCTS);
-    }
+    take(groups.upper, grouped * round_up(group, 4) * key);
+    take(groups.lower, grouped * round_up(group, 4) * key);
+    take(groups.factor, grouped * group);
+    take(groups.sum, grouped * group);
+    take(groups.product, grouped ? group * PRODUCTS : 0);
 #endif
     return take.used;
   }
@@ -139,11 +138,13 @@ inline void products(const Step& step, Work& work, const Piece* begin, const Pie
   const int width = width_of(side), heads = int(step.group);
 #if defined(__AVX512VNNI__)
   if (!values && use_digits(step) && has_metadata(side) && side.groups > 1)
-    return group_products(begin, end, query.elements, heads, work.codes, work.groups, out, stride);
+    return group_products(begin, end, query.elements, heads, work.codes, work.groups, work.group_scale,
+                          work.group_zero, out, stride);
 #endif
   Cursor cursor = {begin, end, 0};
   Ahead ahead = {begin, end, values, 0};
   while (!cursor.done()) {
+    const uint8_t* codes;
     int count;
     switch (form_of(side)) {
       case CODES:
@@ -158,10 +159,17 @@ inline void products(const Step& step, Work& work, const Piece* begin, const Pie
           break;
         }
 #endif
-        ahead.fetch(cursor.piece);
-        count = stage_codes(cursor, values, work.codes, STAGED_CODES);
-        dot_rows(work.codes, padding, count, query.elements, padding, heads, width, out, stride);
+        count = next_codes(cursor, values, work.codes, codes, ahead);
+        dot_rows(codes, padding, count, query.elements, padding, heads, width, out, stride);
         break;
+      case GROUPED: {
+        const Cursor start = cursor;
+        count = next_codes(cursor, values, work.codes, codes, ahead);
+        stage_factors(start, values, count, work.group_scale, work.group_zero);
+        dot_groups(codes, padding, count, work.group_scale, work.group_zero, side.groups,
+                   side.dim / side.groups, query.elements, padding, heads, out, stride);
+        break;
+      }
       case STORED:
         count = cursor.piece->count;
         with_dtype(step.format.dtype, [&](auto element) {
@@ -190,6 +198,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
   // the values of absorbed steps have just been read for logits
   Ahead ahead = {step.absorbed ? end : begin, end, true, 0};
   while (!cursor.done()) {
+    const uint8_t* codes;
     int count;
     switch (form_of(side)) {
       case CODES:
@@ -211,9 +220,8 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
           break;
         }
 #endif
-        ahead.fetch(cursor.piece);
-        count = stage_codes(cursor, true, work.codes, STAGED_CODES);
-        add_rows(work.codes, padding, count, weight, stride, heads, width, output, padding);
+        count = next_codes(cursor, true, work.codes, codes, ahead);
+        add_rows(codes, padding, count, weight, stride, heads, width, output, padding);
         break;
       case STORED:
         count = cursor.piece->count;

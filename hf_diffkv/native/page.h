@@ -184,6 +184,16 @@ inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, i
     store(scale + t, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs)));
     store(zero + t, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16))));
   }
+#elif defined(__AVX2__)
+  const Floats factors = splat(zero_factor(side.bits));
+  for (; side.metadata_bytes == 2 && t + WIDTH <= count; t += WIDTH) {
+    const __m128i words = _mm_loadu_si128((const __m128i*)(from + 2 * t));
+    const Ints levels = (Ints)_mm256_cvtepu16_epi32(_mm_and_si128(words, _mm_set1_epi16(ZERO_LEVELS)));
+    const __m128i halves = _mm_and_si128(_mm_srli_epi16(words, 1), _mm_set1_epi16(0x7fe0));
+    const Floats scales = _mm256_cvtph_ps(halves);
+    store(scale + t, scales);
+    store(zero + t, __builtin_convertvector(levels, Floats) * scales * factors);
+  }
 #endif
   if (side.metadata_bytes == 2) {
     const float factor = zero_factor(side.bits);

@@ -53,6 +53,49 @@ inline void dot_rows(const Element* rows, int64_t stride, int count, const float
   });
 }
 
+// As dot_heads, with rows of codes in `groups` groups of `size` channels, which are decoded with the factors of their
+// group: `scale` and `zero` [count, groups].
+template <int HEADS>
+inline void dot_group_heads(const uint8_t* rows, int64_t stride, int count, const float* scale, const float* zero,
+                            int groups, int size, const float* query, int64_t query_stride, float* out,
+                            int64_t out_stride) {
+  constexpr int TOKENS = BLOCK / HEADS;
+  for (int first = 0; first < count; first += TOKENS) {
+    int64_t token[TOKENS];
+    for (int t = 0; t < TOKENS; t++) token[t] = smaller(first + t, count - 1);
+    Floats total[BLOCK] = {};
+    for (int g = 0; g < groups; g++) {
+      Floats factor[TOKENS], shift[TOKENS];
+      for (int t = 0; t < TOKENS; t++) {
+        factor[t] = splat(scale[token[t] * groups + g]);
+        shift[t] = splat(zero[token[t] * groups + g]);
+      }
+      for (int d = g * size; d < (g + 1) * size; d += WIDTH) {
+        Floats x[TOKENS];
+        for (int t = 0; t < TOKENS; t++) x[t] = fma(load(rows + token[t] * stride + d), factor[t], shift[t]);
+        for (int h = 0; h < HEADS; h++) {
+          const Floats q = load(query + h * query_stride + d);
+          for (int t = 0; t < TOKENS; t++) total[h * TOKENS + t] = fma(x[t], q, total[h * TOKENS + t]);
+        }
+      }
+    }
+    float products[BLOCK];
+    sums(total, products);
+    for (int h = 0; h < HEADS; h++)
+      memcpy(out + h * out_stride + first, products + h * TOKENS, TOKENS * sizeof(float));
+  }
+}
+
+// As dot_rows, for codes in groups whose size is a multiple of WIDTH.
+inline void dot_groups(const uint8_t* rows, int64_t stride, int count, const float* scale, const float* zero,
+                       int groups, int size, const float* query, int64_t query_stride, int heads, float* out,
+                       int64_t out_stride) {
+  each_four(heads, [&](auto some, int h) {
+    dot_group_heads<some.value>(rows, stride, count, scale, zero, groups, size, query + h * query_stride, query_stride,
+                                out + h * out_stride, out_stride);
+  });
+}
+
 template <int HEADS, int VECTORS, class Element>
 inline void add_block(const Element* rows, int64_t stride, int count, const float* weight, int64_t weight_stride,
                       float* out, int64_t out_stride) {

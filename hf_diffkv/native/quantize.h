@@ -105,11 +105,60 @@ inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
   unpack_planes<BITS, PLACE>(from, count, to);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+// Bits by which the `word`-th 4 bytes of a vector of 32 codes are shifted right, or left if negative, to move the bits
+// of a plane of COUNT bytes to PLACE. `code` is the first of the 32.
+template <int BITS, int PLACE, int COUNT>
+constexpr int shift_right(int code, int word) {
+  return BITS * ((code + 4 * word) / COUNT) - PLACE;
+}
+
+// The bits at PLACE of 32 codes, starting with the code FIRST, from a field of planes of COUNT bytes.
+template <int BITS, int PLACE, int COUNT, int FIRST>
+inline Word32 field_of_codes(const uint8_t* from) {
+  Word32 packed;
+  if constexpr (COUNT == 8) packed = (Word32)_mm256_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)from));
+  if constexpr (COUNT == 16) packed = (Word32)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+  if constexpr (COUNT >= 32) memcpy(&packed, from + FIRST % COUNT, sizeof(packed));
+  Word32 right = {}, left = {};
+  bool rights = false, lefts = false;
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const int shift = shift_right<BITS, PLACE, COUNT>(FIRST, i);
+    right[i] = shift > 0 ? shift : 0;
+    left[i] = shift < 0 ? -shift : 0;
+    rights |= shift > 0;
+    lefts |= shift < 0;
+  }
+  if (rights) packed >>= right;
+  if (lefts) packed <<= left;
+  // bits from a neighbouring byte are masked
+  return packed & ((((1u << BITS) - 1) << PLACE) * 0x01010101u);
+}
+
+// Unpacks a row of DIM codes, a multiple of 64: 32 codes at a time, starting with the code FIRST.
+template <int BITS, int DIM, int FIRST = 0>
+DIFFKV_INLINE void unpack_row(const uint8_t* from, uint8_t* to) {
+  Word32 codes = {};
+  each_field<BITS>([&](auto field, auto below) {
+    codes |= field_of_codes<field.value, below.value, DIM * field.value / 8, FIRST>(from + DIM * below.value / 8);
+  });
+  memcpy(to + FIRST, &codes, sizeof(codes));
+  if constexpr (FIRST + 32 < DIM) unpack_row<BITS, DIM, FIRST + 32>(from, to);
+}
+#endif
+
 // Unpacks rows of a side. DIM is the side's dim, for which a row's loops are fixed at compile time, or 0 for any.
 template <int BITS, int DIM>
 DIFFKV_ALONE void unpack_rows(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
   const int dim = DIM ? DIM : side.dim;
   const int64_t row = side.row;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  if constexpr (DIM > 0) {
+    for (int t = 0; t < count; t++, from += row, to += stride) unpack_row<BITS, DIM>(from, to);
+    return;
+  }
+#endif
   for (int t = 0; t < count; t++, from += row, to += stride)
     each_field<BITS>([=](auto field, auto below) {
       unpack_field<field.value, below.value>(from + dim * below.value / 8, dim, to);
@@ -122,6 +171,7 @@ inline void unpack(const uint8_t* from, const Side& side, int count, uint8_t* to
     switch (side.dim) {
       case 64: return unpack_rows<bits.value, 64>(from, side, count, to, stride);
       case 128: return unpack_rows<bits.value, 128>(from, side, count, to, stride);
+      case 256: return unpack_rows<bits.value, 256>(from, side, count, to, stride);
       default: return unpack_rows<bits.value, 0>(from, side, count, to, stride);
     }
   });

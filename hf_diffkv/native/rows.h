@@ -51,6 +51,29 @@ inline int stage_codes(Cursor& cursor, bool values, uint8_t* codes, int room, co
   return count;
 }
 
+// Points `codes` to the next tokens of a run, at most STAGED_CODES, as codes of one byte in rows of padded(dim) bytes.
+// Codes that are not stored so are unpacked into `memory`. Returns the number of tokens.
+inline int next_codes(Cursor& cursor, bool values, uint8_t* memory, const uint8_t*& codes, Ahead& ahead) {
+  const Piece& piece = *cursor.piece;
+  const Side& side = piece.side(values);
+  int count = 0;
+  if (side.row == padded(side.dim)) {
+    ahead.fetch(&piece);
+    codes = piece.rows(values) + int64_t(cursor.slot) * side.row;
+    count = smaller(cursor.left(), STAGED_CODES);
+    cursor.advance(count);
+    return count;
+  }
+  codes = memory;
+  while (count < STAGED_CODES && !cursor.done()) {
+    ahead.fetch(cursor.piece);
+    // a page at a time, so that the pages after it arrive while it is unpacked
+    const int room = smaller(cursor.left(), STAGED_CODES - count);
+    count += stage_codes(cursor, values, memory + count * padded(side.dim), room);
+  }
+  return count;
+}
+
 // Decodes up to `room` tokens into floats, in rows of padded(dim). Returns the number of tokens.
 inline int stage_rows(Cursor& cursor, bool values, int32_t dtype, float* rows, int room) {
   int count = 0;
@@ -63,12 +86,35 @@ inline int stage_rows(Cursor& cursor, bool values, int32_t dtype, float* rows, i
   return count;
 }
 
-enum Form { CODES, STORED, DECODED };
+// Reads the scales and zero points of all groups for the next `count` tokens of a run.
+inline void stage_factors(Cursor cursor, bool values, int count, float* scale, float* zero) {
+  const Side& side = cursor.piece->side(values);
+  Side flat = side;
+  flat.groups = 1;
+  while (count > 0) {
+    const int more = smaller(cursor.left(), count);
+    read_metadata(cursor.piece->page, flat, cursor.slot * side.groups, more * side.groups, scale, zero);
+    scale += more * side.groups;
+    zero += more * side.groups;
+    count -= more;
+    cursor.advance(more);
+  }
+}
 
-// Form of a side's tokens in products: codes, rows in memory, or floats decoded from codes.
+enum Form { CODES, GROUPED, STORED, DECODED };
+
+// Form of a side's tokens in products: codes of one group or of several, rows in memory, or floats decoded from codes.
 inline Form form_of(const Side& side) {
-  if (has_metadata(side)) return side.groups == 1 ? CODES : DECODED;
+  if (has_metadata(side) && side.groups > 1) return side.dim / side.groups % WIDTH == 0 ? GROUPED : DECODED;
+  if (has_metadata(side)) return CODES;
   return side.dim % WIDTH == 0 ? STORED : DECODED;
+}
+
+inline int most_groups(const Format& format) {
+  int most = 1;
+  for (int t = 0; t < format.tiers; t++)
+    most = larger(most, int(larger(format.tier[t].key.groups, format.tier[t].value.groups)));
+  return most;
 }
 
 #if defined(__AVX512VNNI__)
@@ -76,16 +122,9 @@ inline Form form_of(const Side& side) {
 struct GroupDigits {
   int8_t *upper, *lower;  // [groups, heads rounded up to 4, width of the group's vectors]
   float *factor, *sum;    // [groups, heads]
-  float *scale, *zero;    // [STAGED_CODES, groups], factors of staged tokens
   float *product;         // [heads, PRODUCTS]
 };
 constexpr int PRODUCTS = STAGED_CODES + 16;
-
-inline int most_groups(const Format& format) {
-  int most = 1;
-  for (int t = 0; t < format.tiers; t++) most = larger(most, int(format.tier[t].key.groups));
-  return most;
-}
 
 // The whole vectors of 64 codes that hold a group.
 struct Span {
@@ -111,25 +150,11 @@ inline void make_digits(const Side& side, const float* query, int heads, const G
   }
 }
 
-// Reads the scales and zero points of all groups for the next `count` tokens of a run.
-inline void stage_factors(Cursor cursor, int count, float* scale, float* zero) {
-  const Side& side = cursor.piece->tier->key;
-  Side flat = side;
-  flat.groups = 1;
-  while (count > 0) {
-    const int more = smaller(cursor.left(), count);
-    read_metadata(cursor.piece->page, flat, cursor.slot * side.groups, more * side.groups, scale, zero);
-    scale += more * side.groups;
-    zero += more * side.groups;
-    count -= more;
-    cursor.advance(more);
-  }
-}
-
 // Multiplies all heads by the keys of a run of pieces of one tier, into `out` [heads, stride]. Overwrites up to
 // WIDTH - 1 numbers after each head's last.
 inline void group_products(const Piece* begin, const Piece* end, const float* query, int heads, uint8_t* codes,
-                           const GroupDigits& digits, float* out, int64_t stride) {
+                           const GroupDigits& digits, float* group_scale, float* group_zero, float* out,
+                           int64_t stride) {
   Ahead ahead = {begin, end, false, 0};
   const uint8_t *rows[STAGED_CODES], *part[STAGED_CODES];
   const Side& side = begin->tier->key;
@@ -139,7 +164,7 @@ inline void group_products(const Piece* begin, const Piece* end, const float* qu
   while (!cursor.done()) {
     const Cursor start = cursor;
     const int count = stage_codes(cursor, false, codes, STAGED_CODES, rows);
-    stage_factors(start, count, digits.scale, digits.zero);
+    stage_factors(start, false, count, group_scale, group_zero);
     for (int g = 0; g < side.groups; g++) {
       const Span span = span_of(side, g);
       const int64_t at = g * round_up(heads, 4) * padding;
@@ -148,8 +173,8 @@ inline void group_products(const Piece* begin, const Piece* end, const float* qu
                  digits.product, PRODUCTS, [&] { ahead.fetch(cursor.piece, LINES_TOGETHER); });
       float scale[PRODUCTS], zero[PRODUCTS];
       for (int t = 0; t < count; t++) {
-        scale[t] = digits.scale[t * side.groups + g];
-        zero[t] = digits.zero[t * side.groups + g];
+        scale[t] = group_scale[t * side.groups + g];
+        zero[t] = group_zero[t * side.groups + g];
       }
       for (int h = 0; h < heads; h++) {
         const Floats sum = splat(digits.sum[g * heads + h]);
