@@ -67,6 +67,13 @@ def test_narrow_pages(bits: int, numbers: dict) -> None:
         assert_stored_alike(tier, make_tokens(tier, 137, torch.float16), torch.float16)
 
 
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_dims_whose_loops_are_fixed_when_compiled(bits: int) -> None:
+    for key_dim, value_dim in ((64, 128), (128, 256), (256, 64)):
+        tier = tier_of(Precision(bits, bits), key_dim, value_dim)
+        assert_stored_alike(tier, make_tokens(tier, 7, torch.float16), torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
 def test_rows_of_extreme_values(dtype: torch.dtype, numbers: dict) -> None:
