@@ -185,14 +185,22 @@ inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, i
     store(zero + t, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16))));
   }
 #elif defined(__AVX2__)
-  const Floats factors = splat(zero_factor(side.bits));
-  for (; side.metadata_bytes == 2 && t + WIDTH <= count; t += WIDTH) {
-    const __m128i words = _mm_loadu_si128((const __m128i*)(from + 2 * t));
-    const Ints levels = (Ints)_mm256_cvtepu16_epi32(_mm_and_si128(words, _mm_set1_epi16(ZERO_LEVELS)));
-    const __m128i halves = _mm_and_si128(_mm_srli_epi16(words, 1), _mm_set1_epi16(0x7fe0));
-    const Floats scales = _mm256_cvtph_ps(halves);
-    store(scale + t, scales);
-    store(zero + t, __builtin_convertvector(levels, Floats) * scales * factors);
+  for (; t + WIDTH <= count; t += WIDTH) {
+    if (side.metadata_bytes == 2) {
+      const __m128i words = _mm_loadu_si128((const __m128i*)(from + 2 * t));
+      const Ints levels = (Ints)_mm256_cvtepu16_epi32(_mm_and_si128(words, _mm_set1_epi16(ZERO_LEVELS)));
+      const Floats scales = _mm256_cvtph_ps(_mm_and_si128(_mm_srli_epi16(words, 1), _mm_set1_epi16(0x7fe0)));
+      store(scale + t, scales);
+      store(zero + t, __builtin_convertvector(levels, Floats) * scales * splat(zero_factor(side.bits)));
+      continue;
+    }
+    const __m256i pairs = _mm256_loadu_si256((const __m256i*)(from + 4 * t));
+    // all scales, then all zero points, of each half
+    const __m256i parts = _mm256_packus_epi32(_mm256_blend_epi16(pairs, _mm256_setzero_si256(), 0xaa),
+                                              _mm256_srli_epi32(pairs, 16));
+    const __m256i halves = _mm256_permute4x64_epi64(parts, 0xd8);
+    store(scale + t, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
+    store(zero + t, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
   }
 #endif
   if (side.metadata_bytes == 2) {
