@@ -73,7 +73,7 @@ struct Work {
     take(key_zero, stride);
     take(value_scale, stride);
     take(value_zero, stride);
-    const int64_t groups_at_most = most_groups(step.format), grouped = groups_at_most > 1 ? groups_at_most : 0;
+    const int64_t grouped = most_groups(step.format);
     take(group_scale, STAGED_CODES * grouped + 16);
     take(group_zero, STAGED_CODES * grouped + 16);
     take(weight, group * stride);

@@ -19,6 +19,25 @@ inline void each_four(int heads, Call call) {
     }
 }
 
+// Adds the products of HEADS heads with a vector of each of BLOCK / HEADS tokens.
+template <int HEADS>
+DIFFKV_INLINE void add_dots(const Floats* x, const float* query, int64_t query_stride, Floats* total) {
+  constexpr int TOKENS = BLOCK / HEADS;
+  for (int h = 0; h < HEADS; h++) {
+    const Floats q = load(query + h * query_stride);
+    for (int t = 0; t < TOKENS; t++) total[h * TOKENS + t] = fma(x[t], q, total[h * TOKENS + t]);
+  }
+}
+
+// Stores the sums of what `add_dots` added.
+template <int HEADS>
+DIFFKV_INLINE void store_dots(const Floats* total, float* out, int64_t out_stride) {
+  constexpr int TOKENS = BLOCK / HEADS;
+  float products[BLOCK];
+  sums(total, products);
+  for (int h = 0; h < HEADS; h++) memcpy(out + h * out_stride, products + h * TOKENS, TOKENS * sizeof(float));
+}
+
 template <int HEADS, class Element>
 inline void dot_heads(const Element* rows, int64_t stride, int count, const float* query, int64_t query_stride,
                       int width, float* out, int64_t out_stride) {
@@ -30,15 +49,9 @@ inline void dot_heads(const Element* rows, int64_t stride, int count, const floa
     for (int d = 0; d < width; d += WIDTH) {
       Floats x[TOKENS];
       for (int t = 0; t < TOKENS; t++) x[t] = load(row[t] + d);
-      for (int h = 0; h < HEADS; h++) {
-        const Floats q = load(query + h * query_stride + d);
-        for (int t = 0; t < TOKENS; t++) total[h * TOKENS + t] = fma(x[t], q, total[h * TOKENS + t]);
-      }
+      add_dots<HEADS>(x, query + d, query_stride, total);
     }
-    float products[BLOCK];
-    sums(total, products);
-    for (int h = 0; h < HEADS; h++)
-      memcpy(out + h * out_stride + first, products + h * TOKENS, TOKENS * sizeof(float));
+    store_dots<HEADS>(total, out + first, out_stride);
   }
 }
 
@@ -73,16 +86,10 @@ inline void dot_group_heads(const uint8_t* rows, int64_t stride, int count, cons
       for (int d = g * size; d < (g + 1) * size; d += WIDTH) {
         Floats x[TOKENS];
         for (int t = 0; t < TOKENS; t++) x[t] = fma(load(rows + token[t] * stride + d), factor[t], shift[t]);
-        for (int h = 0; h < HEADS; h++) {
-          const Floats q = load(query + h * query_stride + d);
-          for (int t = 0; t < TOKENS; t++) total[h * TOKENS + t] = fma(x[t], q, total[h * TOKENS + t]);
-        }
+        add_dots<HEADS>(x, query + d, query_stride, total);
       }
     }
-    float products[BLOCK];
-    sums(total, products);
-    for (int h = 0; h < HEADS; h++)
-      memcpy(out + h * out_stride + first, products + h * TOKENS, TOKENS * sizeof(float));
+    store_dots<HEADS>(total, out + first, out_stride);
   }
 }
 

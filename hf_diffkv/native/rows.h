@@ -110,11 +110,12 @@ inline Form form_of(const Side& side) {
   return side.dim % WIDTH == 0 ? STORED : DECODED;
 }
 
+// The most groups of a side, or 0 if all have one.
 inline int most_groups(const Format& format) {
   int most = 1;
   for (int t = 0; t < format.tiers; t++)
     most = larger(most, int(larger(format.tier[t].key.groups, format.tier[t].value.groups)));
-  return most;
+  return most > 1 ? most : 0;
 }
 
 #if defined(__AVX512VNNI__)
